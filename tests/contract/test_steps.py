@@ -160,10 +160,14 @@ async def test_steps_with_cancelled_request_write_none_of_its_tokens() -> None:
             yield await told.get()
 
     unblocked, written = asyncio.Event(), []
+    unblocked.set()
 
     async def write(message: scorer_pb2.GenerateStepsResponse) -> None:
         written.append(message)
         await unblocked.wait()
+
+    def seen() -> set[int]:
+        return {call_id for message in written for call_id in message.ids}
 
     async with running_scorer(pause_s=0.05) as scorer:
         stream = StepsStream(configure("slow"), scorer.servicer.accept)
@@ -172,7 +176,9 @@ async def test_steps_with_cancelled_request_write_none_of_its_tokens() -> None:
             request = generate_request([call_id, 1], max_tokens=140)
             begin = scorer_pb2.StepsCall(id=call_id, request=request)
             told.put_nowait(scorer_pb2.GenerateStepsRequest(begin=begin))
-        await scorer.until(lambda: sorted(stream._columns.ids) == [1, 2], "a token waits")
+        await scorer.until(lambda: seen() == {1, 2}, "both are in columns from now on")
+        unblocked.clear()
+        await scorer.until(lambda: sorted(stream._columns.ids) == [1, 2], "a token of each waits")
         told.put_nowait(scorer_pb2.GenerateStepsRequest(cancelled_ids=[1]))
         await scorer.until(lambda: stream._columns.ids == [2], "only one waits")
         before = len(written)

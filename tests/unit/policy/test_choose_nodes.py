@@ -59,8 +59,9 @@ def test_choose_nodes_of_256_rows_takes_no_python_per_node() -> None:
     survivals = np.cumprod(0.5 + 0.5 * rates, axis=1).ravel()
     seconds = 5e-3 + 2e-5 * np.arange(256, 4353)
     args = survivals, seconds, 256
-    times = timeit.repeat(lambda: module.choose_nodes(*args), number=1, repeat=2000)
-    assert min(times) < 0.1e-3
+    choice = timeit.repeat(lambda: module.choose_nodes(*args), number=1, repeat=2000)
+    sort = timeit.repeat(lambda: np.argsort(-survivals, kind="stable"), number=1, repeat=2000)
+    assert min(choice) < 1.5 * min(sort)  # 0.1 ms or 0.2, by the CPU
 
 
 # A draft of two tokens of 0 and 1 under rejection sampling. The second one is the first again in
