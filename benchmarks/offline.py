@@ -25,7 +25,7 @@ from benchmarks.lib.processes import Child, stopping
 from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace, VllmSystem
 from outrider import LLM, SamplingParams
-from outrider.engine.worker import EngineWorker
+from outrider.engine.engine_thread import EngineThread
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams as EngineSampling
 from outrider.params import SpeculationParams, StopParams
@@ -96,8 +96,8 @@ def _generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
 
 def _loop(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
     """Run the same requests on the engine's thread alone."""
-    worker = llm._model.engine._core._engine
-    assert isinstance(worker, EngineWorker)
+    thread = llm._model.engine._core._engine
+    assert isinstance(thread, EngineThread)
     tokens = ended = 0
     done = threading.Event()
 
@@ -109,11 +109,11 @@ def _loop(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
         if ended == len(prompts):
             done.set()
 
-    to_hub, worker._on_events = worker._on_events, count
+    to_hub, thread._on_events = thread._on_events, count
     try:
-        with worker.between_same_steps():
+        with thread.between_same_steps():
             for number, prompt in enumerate(prompts):
-                worker.submit(
+                thread.submit(
                     Request(
                         session_id=_FIRST_SESSION + number,
                         prompt_token_ids=tuple(prompt),
@@ -125,7 +125,7 @@ def _loop(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:
                 )
         done.wait()
     finally:
-        worker._on_events = to_hub
+        thread._on_events = to_hub
     return tokens
 
 

@@ -20,10 +20,10 @@ from outrider.device import device_id
 from outrider.draft_port import EarlyTokens
 from outrider.drafting.building.methods import build_proposer
 from outrider.engine.engine import Engine
+from outrider.engine.engine_thread import EngineThread
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.model.loader import check_config
 from outrider.engine.sampling.logprobs import MAX_VALUES
-from outrider.engine.worker import EngineWorker
 from outrider.engine_port import ServedEngine
 from outrider.engines import VLLM, naming_vllm
 from outrider.errors import DeadlineError, InternalError, UnsupportedModelError
@@ -106,7 +106,7 @@ class ScorerCore:
         if options.engine == VLLM:
             engine = VllmEngine(find, options.for_vllm(), on_events)
         else:
-            engine = worker = EngineWorker(build, on_events, colocated, on_early)
+            engine = thread = EngineThread(build, on_events, colocated, on_early)
         self._engine = engine
         with _naming_vllm():
             info = await asyncio.wrap_future(in_thread(lambda: engine.start(options.start_timeout)))
@@ -128,7 +128,7 @@ class ScorerCore:
                 in_thread(lambda: Constraints.load(folder, info))
             )
         if colocated is not None:
-            attach(hub.registry, worker, colocated, served)
+            attach(hub.registry, thread, colocated, served)
         return Serving(engine, hub, served, info, self._constraints, drafts)
 
     async def stop(self, timeout_s: float) -> None:

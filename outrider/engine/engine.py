@@ -50,7 +50,7 @@ SYNTHETIC_WARNING = (
 
 
 class Engine:
-    """Decodes requests over one model, on one thread; `EngineWorker` is its outside.
+    """Decodes requests over one model, on one thread; `EngineThread` is its outside.
 
     A step is launched, collected (its tokens are committed) and finalized (it is counted, and the
     policy learns from it). A step is best finalized when the next one has been launched.

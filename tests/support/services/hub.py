@@ -49,7 +49,7 @@ class RecordingFeatures:
 
 
 class RecordingWorker:
-    """The part of `EngineWorker` that the hub uses; writes down what it is told."""
+    """The part of `EngineThread` that the hub uses; writes down what it is told."""
 
     def __init__(self) -> None:
         self.running = self.drafting = True

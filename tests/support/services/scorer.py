@@ -17,9 +17,9 @@ from outrider.draft_port import EarlyTokens
 from outrider.drafting.proposer import Proposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
+from outrider.engine.engine_thread import EngineThread
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.sampling.constraint import ConstraintCompiler
-from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureSpec
 from outrider.policy.base import FixedPolicy
 from outrider.rpc.channel import open_channel
@@ -88,7 +88,7 @@ class RunningScorer:
     model: PacedModel
     servicer: ScorerServicer
     hub: Hub
-    worker: EngineWorker
+    worker: EngineThread
     telemetry: Telemetry
 
     async def generate(
@@ -221,7 +221,7 @@ async def running_scorer(**changes: Any) -> AsyncIterator[RunningScorer]:
     def on_early(early: EarlyTokens) -> None:
         loop.call_soon_threadsafe(hubs[0].on_early, early)
 
-    worker = EngineWorker(build, on_events, colocated, on_early)
+    worker = EngineThread(build, on_events, colocated, on_early)
     info = worker.start(10)
     served = ServedModel(
         scorer_id="scorer-0",

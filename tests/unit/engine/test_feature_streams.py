@@ -15,11 +15,11 @@ from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
+from outrider.engine.engine_thread import EngineThread
 from outrider.engine.hidden_states import streams
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.runner import Runner
-from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
 from outrider.policy.base import FixedPolicy, Policy
@@ -55,7 +55,7 @@ def follow(engine: Engine, session_id: int, window: FeatureWindow) -> None:
 @contextmanager
 def running(
     max_wait_s: float = 0.0,
-) -> Iterator[tuple[EngineWorker, queue.SimpleQueue[StepEvents], Engine]]:
+) -> Iterator[tuple[EngineThread, queue.SimpleQueue[StepEvents], Engine]]:
     events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engines: list[Engine] = []
 
@@ -63,7 +63,7 @@ def running(
         engines.append(make(max_wait_s))
         return engines[0]
 
-    worker = EngineWorker(build, events.put)
+    worker = EngineThread(build, events.put)
     worker.start(20)
     try:
         yield worker, events, engines[0]

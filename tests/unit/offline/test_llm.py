@@ -18,7 +18,7 @@ import outrider
 from gateway.generation import Chunk, Writer
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.worker import EngineWorker
+from outrider.engine.engine_thread import EngineThread
 from outrider.errors import (
     ConfigError,
     InternalError,
@@ -172,7 +172,7 @@ def test_generate_begins_with_as_many_prompts_as_fit_a_step(
     llm: LLM, shared_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = shared_engine._core._engine
-    assert isinstance(worker, EngineWorker)
+    assert isinstance(worker, EngineThread)
     sizes: list[int] = []
     publish = worker._publish
 

@@ -28,10 +28,10 @@ from outrider.draft_port import (
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
+from outrider.engine.engine_thread import EngineThread
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
-from outrider.engine.worker import EngineWorker
 from outrider.errors import (
     CapacityError,
     ConfigError,
@@ -144,7 +144,7 @@ def running(
     runner: Runner | None = None,
     inbox: Inbox | None = None,
     on_early: Callable[[EarlyTokens], None] = lambda _: None,
-) -> Iterator[tuple[EngineWorker, Inbox, Engine]]:
+) -> Iterator[tuple[EngineThread, Inbox, Engine]]:
     inbox = inbox or Inbox()
     engines: list[Engine] = []
 
@@ -152,7 +152,7 @@ def running(
         engines.append(Engine(model, config, policy=policy, runner=runner))
         return engines[0]
 
-    worker = EngineWorker(build, inbox, on_early=on_early)
+    worker = EngineThread(build, inbox, on_early=on_early)
     worker.start(BOUND_S)
     try:
         yield worker, inbox, engines[0]
@@ -168,7 +168,7 @@ def request(session_id: int, max_tokens: int = 12, **sampling: object) -> Reques
     return Request(session_id, prompt, params, StopParams(max_tokens=max_tokens))
 
 
-def submit_until_refused(worker: EngineWorker, session_ids: range) -> int:
+def submit_until_refused(worker: EngineThread, session_ids: range) -> int:
     for count, session_id in enumerate(session_ids):
         try:
             worker.submit(request(session_id))
@@ -177,7 +177,7 @@ def submit_until_refused(worker: EngineWorker, session_ids: range) -> int:
     raise AssertionError("never refused")
 
 
-def test_worker_with_200_requests_answers_all() -> None:
+def test_engine_thread_with_200_requests_answers_all() -> None:
     model = Gate()
     truth = Sequential(model)
     with running(model) as (worker, inbox, _):
@@ -190,7 +190,7 @@ def test_worker_with_200_requests_answers_all() -> None:
             assert inbox.tokens[r.session_id] == truth.output(r, 64, frozenset())[0]
 
 
-def test_worker_with_failing_forward_fails_only_its_requests() -> None:
+def test_engine_thread_with_failing_forward_fails_only_its_requests() -> None:
     model = Gate()
     with running(model) as (worker, inbox, _):
         model.failures = 1
@@ -202,7 +202,7 @@ def test_worker_with_failing_forward_fails_only_its_requests() -> None:
         assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
 
 
-def test_worker_with_failing_launch_fails_only_its_requests() -> None:
+def test_engine_thread_with_failing_launch_fails_only_its_requests() -> None:
     model = Gate()
     runner = Recorder(model, [])
     runner.failures = 1
@@ -237,7 +237,7 @@ class Breaking(FixedPolicy):
             raise RuntimeError("a bug")
 
 
-def test_worker_with_bug_answers_forgotten_sessions() -> None:
+def test_engine_thread_with_bug_answers_forgotten_sessions() -> None:
     policy = Breaking()
     policy.at_result = 1
     with running(Gate(), policy=policy) as (worker, inbox, _):
@@ -249,7 +249,7 @@ def test_worker_with_bug_answers_forgotten_sessions() -> None:
         assert inbox.ended[2] is FinishReason.LENGTH
 
 
-def test_worker_with_failing_schedule_publishes_the_step_before() -> None:
+def test_engine_thread_with_failing_schedule_publishes_the_step_before() -> None:
     model, policy = Gate(), Breaking()
     policy.at_schedule = 1
     with running(model, policy=policy) as (worker, inbox, _):
@@ -263,7 +263,7 @@ def test_worker_with_failing_schedule_publishes_the_step_before() -> None:
         assert all(isinstance(inbox.ended[i], InternalError) for i in (0, 1))
 
 
-def test_worker_with_two_bugs_goes_on() -> None:
+def test_engine_thread_with_two_bugs_goes_on() -> None:
     policy = Breaking()
     policy.at_schedule = policy.at_result = 1  # of the second step, and of the first
     with running(Gate(), policy=policy) as (worker, inbox, _):
@@ -275,7 +275,7 @@ def test_worker_with_two_bugs_goes_on() -> None:
         assert inbox.ended[2] is FinishReason.LENGTH
 
 
-def test_worker_with_bug_answers_queued_submissions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_with_bug_answers_queued_submissions(monkeypatch: pytest.MonkeyPatch) -> None:
     start = DraftTracker.start
 
     def breaking(tracker: DraftTracker, request: Request) -> Drafting:
@@ -305,13 +305,13 @@ def torn(_: DraftTracker, seq: Sequence) -> None:
     raise RuntimeError("a bug")
 
 
-def test_worker_with_inconsistent_accounting_breaks_down(
+def test_engine_thread_with_inconsistent_accounting_breaks_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DraftTracker, "preempted", torn)
     config = replace(CONFIG, num_pages=16, max_model_len=64)
     model, inbox = Gate(config), Inbox()
-    worker = EngineWorker(lambda: Engine(model, config, policy=FixedPolicy(4)), inbox)
+    worker = EngineThread(lambda: Engine(model, config, policy=FixedPolicy(4)), inbox)
     worker.start(BOUND_S)
     model.open.clear()
     for session_id in (1, 2):
@@ -325,7 +325,7 @@ def test_worker_with_inconsistent_accounting_breaks_down(
     worker.stop(BOUND_S)
 
 
-def test_worker_publishes_a_step_while_the_next_is_in_flight() -> None:
+def test_engine_thread_publishes_a_step_while_the_next_is_in_flight() -> None:
     diary: list[str] = []
 
     class Reader(Inbox):
@@ -347,7 +347,7 @@ def test_worker_publishes_a_step_while_the_next_is_in_flight() -> None:
     assert all(gap is not None and gap > 0 for gap in gaps[1:])
 
 
-def test_worker_where_nobody_drafts_launches_before_it_waits() -> None:
+def test_engine_thread_where_nobody_drafts_launches_before_it_waits() -> None:
     diary: list[str] = []
     model = Gate()
     with running(model, runner=Recorder(model, diary, ahead=True)) as (worker, inbox, _):
@@ -360,7 +360,7 @@ def test_worker_where_nobody_drafts_launches_before_it_waits() -> None:
         assert (stats.iter_count, stats.rounds, stats.fallback_rounds) == (4, 4, 3)
 
 
-def test_worker_that_launches_ahead_with_200_requests_answers_all() -> None:
+def test_engine_thread_that_launches_ahead_with_200_requests_answers_all() -> None:
     model = Gate()
     truth = Sequential(model)
     stops = frozenset({3, 17})  # rows end that run already behind
@@ -377,7 +377,7 @@ def test_worker_that_launches_ahead_with_200_requests_answers_all() -> None:
             assert inbox.tokens[r.session_id] == truth.output(r, 64, frozenset())[0]
 
 
-def test_worker_with_failing_step_behind_fails_only_its_requests() -> None:
+def test_engine_thread_with_failing_step_behind_fails_only_its_requests() -> None:
     model = Gate()
     with running(model, runner=AtOnce(model)) as (worker, inbox, _):
         model.failures = 1
@@ -391,7 +391,7 @@ def test_worker_with_failing_step_behind_fails_only_its_requests() -> None:
         assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
 
 
-def test_worker_without_next_step_publishes_events(
+def test_engine_thread_without_next_step_publishes_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Hidden states that waited for room: the draft that the next step waits for needs them."""
@@ -413,11 +413,11 @@ def test_worker_without_next_step_publishes_events(
         inbox.wait(lambda inbox: any(events.timings is None for events in inbox.steps))
 
 
-def test_worker_start_with_build_error_raises_it() -> None:
+def test_engine_thread_start_with_build_error_raises_it() -> None:
     def build() -> Engine:
         raise ConfigError("no such model")
 
-    worker = EngineWorker(build, Inbox())
+    worker = EngineThread(build, Inbox())
     with pytest.raises(ConfigError, match="no such model"):
         worker.start(BOUND_S)
     worker.stop(BOUND_S)
@@ -425,21 +425,21 @@ def test_worker_start_with_build_error_raises_it() -> None:
         worker.submit(request(1))
 
 
-def test_worker_start_with_slow_build_times_out() -> None:
+def test_engine_thread_start_with_slow_build_times_out() -> None:
     release = threading.Event()
 
     def build() -> Engine:
         assert release.wait(BOUND_S)
         return Engine(HashModel(num_pages=512), CONFIG)
 
-    worker = EngineWorker(build, Inbox())
+    worker = EngineThread(build, Inbox())
     with pytest.raises(DeadlineError):
         worker.start(0.01)
     release.set()
     worker.stop(BOUND_S)
 
 
-def test_worker_stop_does_not_wait_for_drafts() -> None:
+def test_engine_thread_stop_does_not_wait_for_drafts() -> None:
     with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(1))
         worker.set_drafting(1, DraftOffer("a", 4))
@@ -458,7 +458,7 @@ class AloneOnly(FixedPolicy):
         return frozenset(range(2, 10))
 
 
-def test_worker_with_policy_for_one_request_drafts_for_one_only() -> None:
+def test_engine_thread_with_policy_for_one_request_drafts_for_one_only() -> None:
     model = Gate()
     with running(model, policy=AloneOnly(4)) as (worker, inbox, _):
         model.open.clear()
@@ -472,7 +472,7 @@ def test_worker_with_policy_for_one_request_drafts_for_one_only() -> None:
         assert worker.drafting
 
 
-def test_worker_stop_with_hung_forward_times_out() -> None:
+def test_engine_thread_stop_with_hung_forward_times_out() -> None:
     model = Gate()
     with running(model) as (worker, _, _):
         model.open.clear()
@@ -483,11 +483,11 @@ def test_worker_stop_with_hung_forward_times_out() -> None:
         model.open.set()
 
 
-def until_hung(worker: EngineWorker, timeout_s: float) -> None:
+def until_hung(worker: EngineThread, timeout_s: float) -> None:
     asyncio.run(asyncio.wait_for(worker.until_hung(), timeout_s))
 
 
-def test_worker_with_hung_forward_breaks_down(
+def test_engine_thread_with_hung_forward_breaks_down(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
@@ -506,7 +506,7 @@ def test_worker_with_hung_forward_breaks_down(
     assert "the receiver of events failed" not in caplog.text
 
 
-def test_worker_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
     with running(Gate()) as (worker, inbox, _):
         worker.submit(request(1))
@@ -516,7 +516,7 @@ def test_worker_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> N
         assert worker.running
 
 
-def test_worker_when_assigned_satisfies_the_drafting_protocols() -> None:
+def test_engine_thread_when_assigned_satisfies_the_drafting_protocols() -> None:
     with running(Gate()) as (worker, _, engine):
         outside: DraftingEngine = worker  # mypy checks these assignments
         colocating: ColocatingEngine = worker
@@ -532,7 +532,7 @@ def draft(session_id: int, base_len: int, token_ids: TokenIds) -> PostedBlock:
     return PostedBlock(session_id, tree, "a", 100, time.perf_counter(), "ngram")
 
 
-def test_worker_with_posted_block_wakes_the_waiting_row() -> None:
+def test_engine_thread_with_posted_block_wakes_the_waiting_row() -> None:
     model = Gate()
     with running(model, policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         r = request(5, max_tokens=4)
@@ -551,7 +551,7 @@ def test_worker_with_posted_block_wakes_the_waiting_row() -> None:
         assert stats.proposer_ids == ("a",)
 
 
-def test_worker_with_blocks_posted_together_uses_one_step() -> None:
+def test_engine_thread_with_blocks_posted_together_uses_one_step() -> None:
     model = Gate()
     with running(model, policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         blocks = []
@@ -567,7 +567,7 @@ def test_worker_with_blocks_posted_together_uses_one_step() -> None:
         assert len(inbox.steps[-1].commits) == 8
 
 
-def test_worker_tells_proposers_of_a_step_before_it_launches_the_next() -> None:
+def test_engine_thread_tells_proposers_of_a_step_before_it_launches_the_next() -> None:
     diary: list[str] = []
     early: list[EarlyTokens] = []
 
@@ -600,7 +600,7 @@ def test_worker_tells_proposers_of_a_step_before_it_launches_the_next() -> None:
     assert first.rows == (NewTokens(5, base, tuple(truth[:4])),)
 
 
-def test_worker_whose_receiver_of_early_tokens_fails_goes_on() -> None:
+def test_engine_thread_whose_receiver_of_early_tokens_fails_goes_on() -> None:
     """As of events: an event loop may have been closed."""
 
     def on_early(_: EarlyTokens) -> None:
@@ -615,7 +615,7 @@ def test_worker_whose_receiver_of_early_tokens_fails_goes_on() -> None:
         assert inbox.ended[5] is FinishReason.LENGTH
 
 
-def test_worker_when_proposer_leaves_releases_the_row() -> None:
+def test_engine_thread_when_proposer_leaves_releases_the_row() -> None:
     with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(5))
         worker.set_drafting(5, DraftOffer("a", 4))
@@ -625,7 +625,7 @@ def test_worker_when_proposer_leaves_releases_the_row() -> None:
         assert inbox.ended[5] is FinishReason.LENGTH
 
 
-def test_worker_with_full_queue_refuses_until_it_empties() -> None:
+def test_engine_thread_with_full_queue_refuses_until_it_empties() -> None:
     config = EngineConfig(
         page_size=4, num_pages=64, max_model_len=64, max_num_seqs=2, max_waiting=3
     )
@@ -642,7 +642,7 @@ def test_worker_with_full_queue_refuses_until_it_empties() -> None:
         inbox.wait(lambda box: 99 in box.ended)
 
 
-def test_worker_after_many_aborts_keeps_nothing() -> None:
+def test_engine_thread_after_many_aborts_keeps_nothing() -> None:
     with running(Gate()) as (worker, inbox, _):
         for i in range(300):
             worker.submit(request(i, max_tokens=40))
@@ -655,7 +655,7 @@ def test_worker_after_many_aborts_keeps_nothing() -> None:
         assert all(inbox.ended[i] is FinishReason.LENGTH for i in kept)
 
 
-def test_worker_with_impossible_request_refuses_it() -> None:
+def test_engine_thread_with_impossible_request_refuses_it() -> None:
     with running(Gate()) as (worker, _, _):
         with pytest.raises(InvalidRequestError, match="below 32"):
             worker.submit(Request(1, (5, 32), GREEDY))
@@ -668,7 +668,7 @@ def test_worker_with_impossible_request_refuses_it() -> None:
             worker.submit(request(2))
 
 
-def test_worker_with_raising_receiver_goes_on() -> None:
+def test_engine_thread_with_raising_receiver_goes_on() -> None:
     ended = threading.Event()
 
     def receive(events: StepEvents) -> None:
@@ -676,7 +676,7 @@ def test_worker_with_raising_receiver_goes_on() -> None:
             ended.set()
         raise RuntimeError("the loop is closed")
 
-    worker = EngineWorker(lambda: Engine(HashModel(num_pages=512), CONFIG), receive)
+    worker = EngineThread(lambda: Engine(HashModel(num_pages=512), CONFIG), receive)
     worker.start(BOUND_S)
     worker.submit(request(1))
     assert ended.wait(BOUND_S)

@@ -56,7 +56,7 @@ class _NoProposer:
     def after_launch(self, engine: ColocatedEngine) -> None: ...
 
 
-class EngineWorker:
+class EngineThread:
     """Runs an `Engine` on a thread of its own; implements `DraftingEngine`.
 
     The public methods are thread-safe and never wait for a step. They queue commands, which the
