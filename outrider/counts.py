@@ -84,6 +84,6 @@ class StepCounts:
     plain_s: float = 0.0
     """Expected time of the same output in steps without drafts; 0 if unknown or the step also
     processed prompts."""
-    way: str = ""  # of `DRAFT_MODES`: how the rows of a step come to drafts
+    draft_mode: str = ""  # of `DRAFT_MODES`: how the rows of a step come to drafts
     admissions: list[Admission] = field(default_factory=list)
     preemptions: int = 0

@@ -1,4 +1,4 @@
-"""Record the fate of a row's drafts, block by block and round by round."""
+"""What became of drafts and rounds, and the sums of a request over them."""
 
 from __future__ import annotations
 

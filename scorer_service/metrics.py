@@ -190,8 +190,8 @@ class ScorerMetrics:
         if timings is not None:
             self._observe_times(timings, counts)
         self._histograms["step_output_tokens"].observe(counts.output_tokens)
-        if counts.way:
-            self._steps[counts.way].inc()
+        if counts.draft_mode:
+            self._steps[counts.draft_mode].inc()
         self._counters["generation_tokens"].inc(counts.output_tokens)
         if counts.preemptions:
             self._counters["num_preemptions"].inc(counts.preemptions)

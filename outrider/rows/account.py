@@ -110,11 +110,11 @@ class DraftAccount:
             counts.drafts_by_context[context] += number
             counts.accepted_by_context[context] += accepted * number
 
-    def step(self, tokens: int, num_rows: int, way: str, *, decoded: bool) -> None:
+    def step(self, tokens: int, num_rows: int, draft_mode: str, *, decoded: bool) -> None:
         """Count a step's output, and where it only decoded, the time it takes without drafts."""
         counts, policy = self.counts, self._policy
         counts.output_tokens += tokens
-        counts.way = way
+        counts.draft_mode = draft_mode
         if decoded:
             plain_s = policy.measured.steps.estimate(num_rows)
             counts.plain_s += plain_s * counts.output_tokens / num_rows

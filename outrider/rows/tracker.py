@@ -332,10 +332,10 @@ class DraftTracker:
         prompts.
         """
         draftable = [d for d in rows if d.offered.draftable] if self.may_draft else []
-        way = "none"
+        draft_mode = "none"
         if draftable and self.policy.drafting:
-            way = "ahead" if any(d.runs_ahead for d in draftable) else "on demand"
-        self.account.step(step.tokens, step.num_rows, way, decoded=decoded)
+            draft_mode = "ahead" if any(d.runs_ahead for d in draftable) else "on demand"
+        self.account.step(step.tokens, step.num_rows, draft_mode, decoded=decoded)
         ids = frozenset([d.offered.proposer.proposer_id or "" for d in draftable])
         self.policy.step_done(
             replace(

@@ -53,8 +53,8 @@ class Bench(World):
         self.proposer = self.add(method or draft_model(**drafting), net)
 
     def _publish(self, events: StepEvents) -> None:
-        if events.counts is not None and events.counts.way:
-            self.ways.add(events.counts.way)
+        if events.counts is not None and events.counts.draft_mode:
+            self.ways.add(events.counts.draft_mode)
         super()._publish(events)
 
     def plain_s(self, num_tokens: int) -> float:

@@ -41,7 +41,7 @@ COUNTS = StepCounts(
     accepted_by_context=Counter({0: 5, 3: 1}),
     score_s=0.088,
     plain_s=0.06,
-    way="on demand",
+    draft_mode="on demand",
     admissions=[Admission(0.2, 100, 64)],
     preemptions=1,
 )
