@@ -236,15 +236,18 @@ class Scheduler(Queues):
             accepted, base_len, draft = result.accepted[i], len(seq.token_ids), seq.draft
             if (
                 draft is None
-                or seq.draft_node >= 0
+                or seq.draft_node >= 0  # some of the draft was committed before
                 or part.parents  # a tree was verified, which another block has replaced since
+                # Another block may have come, of which less or something else was verified.
                 or (drafted := len(token_ids := draft.token_ids)) > len(held)
                 or draft.parents is not chain_parents(drafted)
                 or (on_host and token_ids != held)
+                # More of the draft would be true than was verified.
                 or (accepted < drafted and token_ids[accepted] == result.choices[i][accepted])
+                # The first token of a text, or one that may end it, is more than plain.
                 or not seq.num_prompt_tokens < base_len < seq.plain_below - accepted
                 or not seq.stop_ids.isdisjoint(chosen := tuple(result.choices[i][: accepted + 1]))
-                or not seq.admitted
+                or not seq.admitted  # it ended while the step was in flight
             ):
                 rest.append(i)
                 continue
