@@ -94,7 +94,7 @@ _DRAFT_QUANTIZATIONS: Final = {
 _DRAFT_QUANTIZATION: Final = Rule(
     "--draft-quantization",
     values=_DRAFT_QUANTIZATIONS,
-    refusal="write --draft-quantization int8, or none: a draft has no such quantisation",
+    refusal="write --draft-quantization int8, fp8 or none: a draft has no other quantisation",
     harmless=tuple(_DRAFT_QUANTIZATIONS),
 )
 _QUANTIZATIONS: Final = {

@@ -557,7 +557,7 @@ async def test_generate_when_client_leaves_keeps_nothing() -> None:
             if i % 2:
                 await call.read()  # some in the middle, some at once
             call.cancel()
-        await scorer.until(lambda: scorer.worker.snapshot().running == 0, "aborted", 5)
+        await scorer.until(lambda: scorer.thread.snapshot().running == 0, "aborted", 5)
 
 
 async def test_generate_when_client_does_not_read_stalls_nobody() -> None:
@@ -566,7 +566,7 @@ async def test_generate_when_client_does_not_read_stalls_nobody() -> None:
         await silent.read()
         output = await scorer.generate(PROMPT)
         assert output.token_ids == greedy_text(PROMPT, 40)
-        await scorer.until(lambda: scorer.worker.snapshot().running == 0, "the silent one ended")
+        await scorer.until(lambda: scorer.thread.snapshot().running == 0, "the silent one ended")
         silent.cancel()
 
 
@@ -595,7 +595,7 @@ async def test_scorer_when_draining_ends_late_requests_and_refuses_new_ones(
         async with proposing(proposer):
             quick = asyncio.create_task(scorer.generate(PROMPT, max_tokens=5))
             late = asyncio.create_task(scorer.generate(PROMPT, max_tokens=140))
-            await scorer.until(lambda: scorer.worker.snapshot().running == 2, "both run")
+            await scorer.until(lambda: scorer.thread.snapshot().running == 2, "both run")
             draining = asyncio.create_task(scorer.servicer.drain(0.4))
             await asyncio.sleep(0)
             with pytest.raises(grpc.aio.AioRpcError) as caught:

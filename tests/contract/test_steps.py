@@ -143,7 +143,7 @@ async def test_steps_with_cancelled_request_abort_it_alone() -> None:
             await client.begin(call_id, generate_request(PROMPT, max_tokens=140))
         await client.told(2, lambda answer: len(answer.token_ids) > 3)
         await client.cancel(2, 99, 1)
-        await scorer.until(lambda: scorer.worker.snapshot().running == 1, "aborted")
+        await scorer.until(lambda: scorer.thread.snapshot().running == 1, "aborted")
         await client.cancel(2)
         await client.begin(4, generate_request(PROMPT, max_tokens=140))
         await client.cancel(4)  # maybe before the engine has seen it
@@ -200,7 +200,7 @@ async def test_steps_with_id_used_before_refuse_it() -> None:
             assert isinstance(error, errors.InvalidRequestError)
             assert error.param == "id"
         assert (await client.answer(6)).token_ids == greedy_text(PROMPT, 40)
-        assert scorer.worker.snapshot().running == 0, "the running one ended with the refusal"
+        assert scorer.thread.snapshot().running == 0, "the running one ended with the refusal"
 
 
 async def test_steps_with_message_that_does_not_parse_end() -> None:
@@ -229,7 +229,7 @@ async def test_steps_past_a_deadline_end_that_request() -> None:
         assert answer.token_ids == greedy_text(PROMPT, 140)[: len(answer.token_ids)]
         assert answer.token_ids
         assert (await client.answer(2)).token_ids == greedy_text(PROMPT, 20)
-        assert scorer.worker.snapshot().running == 0
+        assert scorer.thread.snapshot().running == 0
 
 
 async def test_steps_when_forward_fails_go_on() -> None:
@@ -265,7 +265,7 @@ async def test_steps_when_client_leaves_keep_nothing() -> None:
                 if half_close:
                     await client.call.done_writing()
                     assert await client.call.code() is grpc.StatusCode.OK
-            await scorer.until(lambda: scorer.worker.snapshot().running == 0, "aborted", 5)
+            await scorer.until(lambda: scorer.thread.snapshot().running == 0, "aborted", 5)
 
 
 async def test_steps_that_are_not_read_merge_and_stall_nobody() -> None:
@@ -292,7 +292,7 @@ async def test_steps_that_are_not_read_merge_and_stall_nobody() -> None:
         await scorer.until(lambda: bool(written), "the first message")
         await other.begin(1, generate_request(PROMPT, max_tokens=140))
         assert (await other.answer(1)).token_ids == greedy_text(PROMPT, 140)
-        await scorer.until(lambda: scorer.worker.snapshot().running == 0, "all have ended", 30)
+        await scorer.until(lambda: scorer.thread.snapshot().running == 0, "all have ended", 30)
         assert len(written) == 1, "the rest waits in one place for each request"
         blocked.set()
         client = StepsClient(None)

@@ -2,7 +2,7 @@
 
 One row of logits is processed in vLLM's order: constraint mask, min_tokens mask, logit_bias,
 repetition, frequency and presence penalties; then the greedy argmax, or temperature, top_k, top_p,
-min_p and noise (`coupled`). Masks are a sequence's `LogitsEditor`s and run one by one. Biases and
+min_p and noise (sample.py). Masks are a sequence's `LogitsEditor`s and run one by one. Biases and
 penalties touch few tokens, and run for all rows at once (`adjust`).
 
 Their state follows from the committed tokens alone, so rejected drafts and preemption need no

@@ -48,7 +48,7 @@ class RecordingFeatures:
         self.given_back.append((window, size))
 
 
-class RecordingWorker:
+class RecordingEngineThread:
     """The part of `EngineThread` that the hub uses; writes down what it is told."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class RecordingWorker:
 
 
 class Bench:
-    """A hub and its recording worker."""
+    """A hub and what records in place of an engine."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class Bench:
         clock: Callable[[], float] | None = None,
         k: int = SERVED.num_speculative_tokens,
     ) -> None:
-        self.worker = RecordingWorker()
+        self.thread = RecordingEngineThread()
         self.metrics = metrics = ScorerMetrics(CollectorRegistry(), "default")
         served = replace(SERVED, features=FINAL, device=device, num_speculative_tokens=k)
-        self.hub = Hub(self.worker, served, limits or DraftLimits(), metrics, clock=clock)  # type: ignore[arg-type]
+        self.hub = Hub(self.thread, served, limits or DraftLimits(), metrics, clock=clock)  # type: ignore[arg-type]
 
     def attach(self, proposer_id: str, **fields: object) -> AttachedProposer:
         return self.hub.registry.attach(hello(proposer_id=proposer_id, **fields))

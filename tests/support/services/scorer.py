@@ -88,7 +88,7 @@ class RunningScorer:
     model: PacedModel
     servicer: ScorerServicer
     hub: Hub
-    worker: EngineThread
+    thread: EngineThread
     telemetry: Telemetry
 
     async def generate(
@@ -221,8 +221,8 @@ async def running_scorer(**changes: Any) -> AsyncIterator[RunningScorer]:
     def on_early(early: EarlyTokens) -> None:
         loop.call_soon_threadsafe(hubs[0].on_early, early)
 
-    worker = EngineThread(build, on_events, colocated, on_early)
-    info = worker.start(10)
+    thread = EngineThread(build, on_events, colocated, on_early)
+    info = thread.start(10)
     served = ServedModel(
         scorer_id="scorer-0",
         model="hash",
@@ -235,10 +235,10 @@ async def running_scorer(**changes: Any) -> AsyncIterator[RunningScorer]:
         num_speculative_tokens=setup.num_speculative_tokens,
         features=info.features,
     )
-    hub = Hub(worker, served, setup.limits, ScorerMetrics(telemetry.registry, "default"))
+    hub = Hub(thread, served, setup.limits, ScorerMetrics(telemetry.registry, "default"))
     hubs.append(hub)
     if colocated is not None:
-        attach(hub.registry, worker, colocated, served)
+        attach(hub.registry, thread, colocated, served)
     servicer = ScorerServicer(telemetry)
     constraints = Constraints(setup.compiler)
     unix, tls = None if setup.unix_path is None else str(setup.unix_path), setup.tls
@@ -247,7 +247,7 @@ async def running_scorer(**changes: Any) -> AsyncIterator[RunningScorer]:
         data_port = DataPort("127.0.0.1", 0, unix_path=unix, tls=tls)
     data_address = "" if data_port is None else f"127.0.0.1:{await data_port.start()}"
     drafts = LocalDrafts(hub.blocks, data_port)
-    servicer.begin(Serving(worker, hub, served, info, constraints, drafts))
+    servicer.begin(Serving(thread, hub, served, info, constraints, drafts))
     server = GrpcServer(
         "127.0.0.1:0",
         lambda grpc_server: add_to_server(servicer, grpc_server),
@@ -266,19 +266,19 @@ async def running_scorer(**changes: Any) -> AsyncIterator[RunningScorer]:
                 model,
                 servicer,
                 hub,
-                worker,
+                thread,
                 telemetry,
             )
             yield scorer
             assert await hub.wait_idle(10), "a session outlived its request"
             await scorer.until(
-                lambda: worker.snapshot().running + worker.snapshot().waiting == 0, "engine idle"
+                lambda: thread.snapshot().running + thread.snapshot().waiting == 0, "engine idle"
             )
     finally:
         await server.stop(0)
         if data_port is not None:
             await data_port.stop()
-        await asyncio.to_thread(worker.stop, 10)
+        await asyncio.to_thread(thread.stop, 10)
         constraints.close()
         telemetry.shutdown()
     engines[0].check_invariants()

@@ -152,12 +152,12 @@ def running(
         engines.append(Engine(model, config, policy=policy, runner=runner))
         return engines[0]
 
-    worker = EngineThread(build, inbox, on_early=on_early)
-    worker.start(BOUND_S)
+    thread = EngineThread(build, inbox, on_early=on_early)
+    thread.start(BOUND_S)
     try:
-        yield worker, inbox, engines[0]
+        yield thread, inbox, engines[0]
     finally:
-        worker.stop(BOUND_S)
+        thread.stop(BOUND_S)
         engines[0].check_invariants()
         assert engines[0].snapshot().free_pages == config.num_pages
 
@@ -168,10 +168,10 @@ def request(session_id: int, max_tokens: int = 12, **sampling: object) -> Reques
     return Request(session_id, prompt, params, StopParams(max_tokens=max_tokens))
 
 
-def submit_until_refused(worker: EngineThread, session_ids: range) -> int:
+def submit_until_refused(thread: EngineThread, session_ids: range) -> int:
     for count, session_id in enumerate(session_ids):
         try:
-            worker.submit(request(session_id))
+            thread.submit(request(session_id))
         except CapacityError:
             return count
     raise AssertionError("never refused")
@@ -180,10 +180,10 @@ def submit_until_refused(worker: EngineThread, session_ids: range) -> int:
 def test_engine_thread_with_200_requests_answers_all() -> None:
     model = Gate()
     truth = Sequential(model)
-    with running(model) as (worker, inbox, _):
+    with running(model) as (thread, inbox, _):
         requests = [request(i, temperature=i % 2, seed=i) for i in range(200)]
         for r in requests:
-            worker.submit(r)
+            thread.submit(r)
         inbox.wait(lambda box: len(box.ended) == 200)
         assert max(s.timings.num_rows for s in inbox.steps if s.timings) == 128
         for r in requests:
@@ -192,12 +192,12 @@ def test_engine_thread_with_200_requests_answers_all() -> None:
 
 def test_engine_thread_with_failing_forward_fails_only_its_requests() -> None:
     model = Gate()
-    with running(model) as (worker, inbox, _):
+    with running(model) as (thread, inbox, _):
         model.failures = 1
-        worker.submit(request(1))
+        thread.submit(request(1))
         inbox.wait(lambda box: 1 in box.ended)
         assert isinstance(inbox.ended[1], InternalError)
-        worker.submit(again := request(24))  # shares its first pages with nothing believed
+        thread.submit(again := request(24))  # shares its first pages with nothing believed
         inbox.wait(lambda box: 24 in box.ended)
         assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
 
@@ -206,11 +206,11 @@ def test_engine_thread_with_failing_launch_fails_only_its_requests() -> None:
     model = Gate()
     runner = Recorder(model, [])
     runner.failures = 1
-    with running(model, runner=runner) as (worker, inbox, _):
-        worker.submit(request(1))
+    with running(model, runner=runner) as (thread, inbox, _):
+        thread.submit(request(1))
         inbox.wait(lambda box: 1 in box.ended)
         assert isinstance(inbox.ended[1], InternalError)
-        worker.submit(again := request(24))
+        thread.submit(again := request(24))
         inbox.wait(lambda box: 24 in box.ended)
         assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
 
@@ -240,11 +240,11 @@ class Breaking(FixedPolicy):
 def test_engine_thread_with_bug_answers_forgotten_sessions() -> None:
     policy = Breaking()
     policy.at_result = 1
-    with running(Gate(), policy=policy) as (worker, inbox, _):
-        worker.submit(request(1, max_tokens=1))  # ended, but nobody was told yet
+    with running(Gate(), policy=policy) as (thread, inbox, _):
+        thread.submit(request(1, max_tokens=1))  # ended, but nobody was told yet
         inbox.wait(lambda box: 1 in box.ended)
         assert isinstance(inbox.ended[1], InternalError)
-        worker.submit(request(2))
+        thread.submit(request(2))
         inbox.wait(lambda box: 2 in box.ended)
         assert inbox.ended[2] is FinishReason.LENGTH
 
@@ -252,11 +252,11 @@ def test_engine_thread_with_bug_answers_forgotten_sessions() -> None:
 def test_engine_thread_with_failing_schedule_publishes_the_step_before() -> None:
     model, policy = Gate(), Breaking()
     policy.at_schedule = 1
-    with running(model, policy=policy) as (worker, inbox, _):
+    with running(model, policy=policy) as (thread, inbox, _):
         model.open.clear()
-        worker.submit(request(0))
+        thread.submit(request(0))
         assert model.entered.wait(BOUND_S)
-        worker.submit(request(1))  # for the next step, which fails
+        thread.submit(request(1))  # for the next step, which fails
         model.open.set()
         inbox.wait(lambda box: {0, 1} <= {*box.ended})
         assert len(inbox.tokens[0]) == 1, "told before it failed"
@@ -266,11 +266,11 @@ def test_engine_thread_with_failing_schedule_publishes_the_step_before() -> None
 def test_engine_thread_with_two_bugs_goes_on() -> None:
     policy = Breaking()
     policy.at_schedule = policy.at_result = 1  # of the second step, and of the first
-    with running(Gate(), policy=policy) as (worker, inbox, _):
-        worker.submit(request(1))
+    with running(Gate(), policy=policy) as (thread, inbox, _):
+        thread.submit(request(1))
         inbox.wait(lambda box: 1 in box.ended)
         assert isinstance(inbox.ended[1], InternalError)
-        worker.submit(request(2))
+        thread.submit(request(2))
         inbox.wait(lambda box: 2 in box.ended)
         assert inbox.ended[2] is FinishReason.LENGTH
 
@@ -285,16 +285,16 @@ def test_engine_thread_with_bug_answers_queued_submissions(monkeypatch: pytest.M
 
     monkeypatch.setattr(DraftTracker, "start", breaking)
     model = Gate()
-    with running(model) as (worker, inbox, _):
+    with running(model) as (thread, inbox, _):
         model.open.clear()
-        worker.submit(request(1))
+        thread.submit(request(1))
         assert model.entered.wait(BOUND_S)
         for session_id in (2, 3):
-            worker.submit(request(session_id))
+            thread.submit(request(session_id))
         model.open.set()
         inbox.wait(lambda box: {1, 2, 3} <= {*box.ended})
         assert all(isinstance(inbox.ended[i], InternalError) for i in (1, 2, 3))
-        worker.submit(request(4))
+        thread.submit(request(4))
         inbox.wait(lambda box: 4 in box.ended)
         assert inbox.ended[4] is FinishReason.LENGTH
 
@@ -311,18 +311,18 @@ def test_engine_thread_with_inconsistent_accounting_breaks_down(
     monkeypatch.setattr(DraftTracker, "preempted", torn)
     config = replace(CONFIG, num_pages=16, max_model_len=64)
     model, inbox = Gate(config), Inbox()
-    worker = EngineThread(lambda: Engine(model, config, policy=FixedPolicy(4)), inbox)
-    worker.start(BOUND_S)
+    thread = EngineThread(lambda: Engine(model, config, policy=FixedPolicy(4)), inbox)
+    thread.start(BOUND_S)
     model.open.clear()
     for session_id in (1, 2):
-        worker.submit(request(session_id, max_tokens=40))  # too long for both
+        thread.submit(request(session_id, max_tokens=40))  # too long for both
     model.open.set()
     inbox.wait(lambda box: {1, 2} <= {*box.ended})
     assert all(isinstance(inbox.ended[i], UnavailableError) for i in (1, 2)), "go on elsewhere"
-    assert not worker.running
+    assert not thread.running
     with pytest.raises(UnavailableError):
-        worker.submit(request(3))
-    worker.stop(BOUND_S)
+        thread.submit(request(3))
+    thread.stop(BOUND_S)
 
 
 def test_engine_thread_publishes_a_step_while_the_next_is_in_flight() -> None:
@@ -334,8 +334,8 @@ def test_engine_thread_publishes_a_step_while_the_next_is_in_flight() -> None:
             super().__call__(events)
 
     model = Gate()
-    with running(model, runner=Recorder(model, diary), inbox=Reader()) as (worker, inbox, _):
-        worker.submit(request(1, max_tokens=3))
+    with running(model, runner=Recorder(model, diary), inbox=Reader()) as (thread, inbox, _):
+        thread.submit(request(1, max_tokens=3))
         inbox.wait(lambda box: 1 in box.ended)
         first, second, third = (s.timings for s in inbox.steps)
     begin, middle, end = ["launch"], ["wait", "launch", "publish"], ["wait", "publish"]
@@ -350,8 +350,8 @@ def test_engine_thread_publishes_a_step_while_the_next_is_in_flight() -> None:
 def test_engine_thread_where_nobody_drafts_launches_before_it_waits() -> None:
     diary: list[str] = []
     model = Gate()
-    with running(model, runner=Recorder(model, diary, ahead=True)) as (worker, inbox, _):
-        worker.submit(asked := request(1, max_tokens=4))
+    with running(model, runner=Recorder(model, diary, ahead=True)) as (thread, inbox, _):
+        thread.submit(asked := request(1, max_tokens=4))
         inbox.wait(lambda box: 1 in box.ended)
         assert diary == ["launch", *["launch", "wait"] * 3, "wait"]  # none behind the last one
         assert inbox.tokens[1] == Sequential(model).output(asked, 64, frozenset())[0]
@@ -364,13 +364,13 @@ def test_engine_thread_that_launches_ahead_with_200_requests_answers_all() -> No
     model = Gate()
     truth = Sequential(model)
     stops = frozenset({3, 17})  # rows end that run already behind
-    with running(model, runner=AtOnce(model)) as (worker, inbox, _):
+    with running(model, runner=AtOnce(model)) as (thread, inbox, _):
         requests = [request(i, temperature=i % 2, seed=i) for i in range(200)]
         requests = [replace(r, stop=replace(r.stop, stop_token_ids=stops)) for r in requests]
         for r in requests:
-            worker.submit(r)
+            thread.submit(r)
             if r.session_id % 20 == 19:
-                worker.abort(r.session_id - 5)
+                thread.abort(r.session_id - 5)
         kept = [r for r in requests if r.session_id % 20 != 14]
         inbox.wait(lambda box: {r.session_id for r in kept} <= {*box.ended})
         for r in kept:
@@ -379,14 +379,14 @@ def test_engine_thread_that_launches_ahead_with_200_requests_answers_all() -> No
 
 def test_engine_thread_with_failing_step_behind_fails_only_its_requests() -> None:
     model = Gate()
-    with running(model, runner=AtOnce(model)) as (worker, inbox, _):
+    with running(model, runner=AtOnce(model)) as (thread, inbox, _):
         model.failures = 1
         model.open.clear()
-        worker.submit(request(1))
-        worker.submit(request(2))
+        thread.submit(request(1))
+        thread.submit(request(2))
         model.open.set()
         inbox.wait(lambda box: {1, 2} <= {*box.ended})
-        worker.submit(again := request(24))
+        thread.submit(again := request(24))
         inbox.wait(lambda box: 24 in box.ended)
         assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
 
@@ -395,7 +395,7 @@ def test_engine_thread_without_next_step_publishes_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Hidden states that waited for room: the draft that the next step waits for needs them."""
-    with running(HashModel(32, 4, 512, 64)) as (worker, inbox, engine):
+    with running(HashModel(32, 4, 512, 64)) as (thread, inbox, engine):
         due = threading.Event()
         collect = engine.collect
 
@@ -409,7 +409,7 @@ def test_engine_thread_without_next_step_publishes_events(
         due.set()
         window = FeatureWindow()
         window.short = True
-        worker.features.give_back(window, 0)  # wakes the thread, as a proposer that has read does
+        thread.features.give_back(window, 0)  # wakes the thread, as a proposer that has read does
         inbox.wait(lambda inbox: any(events.timings is None for events in inbox.steps))
 
 
@@ -417,12 +417,12 @@ def test_engine_thread_start_with_build_error_raises_it() -> None:
     def build() -> Engine:
         raise ConfigError("no such model")
 
-    worker = EngineThread(build, Inbox())
+    thread = EngineThread(build, Inbox())
     with pytest.raises(ConfigError, match="no such model"):
-        worker.start(BOUND_S)
-    worker.stop(BOUND_S)
+        thread.start(BOUND_S)
+    thread.stop(BOUND_S)
     with pytest.raises(UnavailableError):
-        worker.submit(request(1))
+        thread.submit(request(1))
 
 
 def test_engine_thread_start_with_slow_build_times_out() -> None:
@@ -432,22 +432,22 @@ def test_engine_thread_start_with_slow_build_times_out() -> None:
         assert release.wait(BOUND_S)
         return Engine(HashModel(num_pages=512), CONFIG)
 
-    worker = EngineThread(build, Inbox())
+    thread = EngineThread(build, Inbox())
     with pytest.raises(DeadlineError):
-        worker.start(0.01)
+        thread.start(0.01)
     release.set()
-    worker.stop(BOUND_S)
+    thread.stop(BOUND_S)
 
 
 def test_engine_thread_stop_does_not_wait_for_drafts() -> None:
-    with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
-        worker.submit(request(1))
-        worker.set_drafting(1, DraftOffer("a", 4))
+    with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (thread, inbox, _):
+        thread.submit(request(1))
+        thread.set_drafting(1, DraftOffer("a", 4))
         inbox.wait(lambda box: len(box.tokens[1]) == 1)
-        worker.stop(BOUND_S)  # raises if it waits
+        thread.stop(BOUND_S)  # raises if it waits
         assert isinstance(inbox.ended[1], UnavailableError)
         with pytest.raises(UnavailableError):
-            worker.submit(request(2))
+            thread.submit(request(2))
 
 
 class AloneOnly(FixedPolicy):
@@ -460,31 +460,31 @@ class AloneOnly(FixedPolicy):
 
 def test_engine_thread_with_policy_for_one_request_drafts_for_one_only() -> None:
     model = Gate()
-    with running(model, policy=AloneOnly(4)) as (worker, inbox, _):
+    with running(model, policy=AloneOnly(4)) as (thread, inbox, _):
         model.open.clear()
-        assert worker.drafting
-        worker.submit(request(1))
-        assert worker.drafting
-        worker.submit(request(2))
-        assert not worker.drafting
+        assert thread.drafting
+        thread.submit(request(1))
+        assert thread.drafting
+        thread.submit(request(2))
+        assert not thread.drafting
         model.open.set()
         inbox.wait(lambda box: len(box.ended) == 2)
-        assert worker.drafting
+        assert thread.drafting
 
 
 def test_engine_thread_stop_with_hung_forward_times_out() -> None:
     model = Gate()
-    with running(model) as (worker, _, _):
+    with running(model) as (thread, _, _):
         model.open.clear()
-        worker.submit(request(1))
+        thread.submit(request(1))
         assert model.entered.wait(BOUND_S)
         with pytest.raises(DeadlineError):
-            worker.stop(0.02)
+            thread.stop(0.02)
         model.open.set()
 
 
-def until_hung(worker: EngineThread, timeout_s: float) -> None:
-    asyncio.run(asyncio.wait_for(worker.until_hung(), timeout_s))
+def until_hung(thread: EngineThread, timeout_s: float) -> None:
+    asyncio.run(asyncio.wait_for(thread.until_hung(), timeout_s))
 
 
 def test_engine_thread_with_hung_forward_breaks_down(
@@ -492,13 +492,13 @@ def test_engine_thread_with_hung_forward_breaks_down(
 ) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
     model = Gate()
-    with running(model) as (worker, inbox, _):
+    with running(model) as (thread, inbox, _):
         model.open.clear()
-        worker.submit(request(1))
-        until_hung(worker, BOUND_S)
+        thread.submit(request(1))
+        until_hung(thread, BOUND_S)
         assert isinstance(inbox.ended[1], UnavailableError), "it goes on elsewhere"
         with pytest.raises(UnavailableError):
-            worker.submit(request(2))
+            thread.submit(request(2))
         model.open.set()
     assert inbox.tokens == {}, "it came back too late"
     assert "the engine thread hangs" in caplog.text
@@ -508,18 +508,18 @@ def test_engine_thread_with_hung_forward_breaks_down(
 
 def test_engine_thread_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
-    with running(Gate()) as (worker, inbox, _):
-        worker.submit(request(1))
+    with running(Gate()) as (thread, inbox, _):
+        thread.submit(request(1))
         inbox.wait(lambda box: 1 in box.ended)
         with pytest.raises(TimeoutError):
-            until_hung(worker, 0.5)
-        assert worker.running
+            until_hung(thread, 0.5)
+        assert thread.running
 
 
 def test_engine_thread_when_assigned_satisfies_the_drafting_protocols() -> None:
-    with running(Gate()) as (worker, _, engine):
-        outside: DraftingEngine = worker  # mypy checks these assignments
-        colocating: ColocatingEngine = worker
+    with running(Gate()) as (thread, _, engine):
+        outside: DraftingEngine = thread  # mypy checks these assignments
+        colocating: ColocatingEngine = thread
         inside: ColocatedEngine = engine
         assert outside.drafting
         assert colocating.features is outside.features
@@ -534,14 +534,14 @@ def draft(session_id: int, base_len: int, token_ids: TokenIds) -> PostedBlock:
 
 def test_engine_thread_with_posted_block_wakes_the_waiting_row() -> None:
     model = Gate()
-    with running(model, policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
+    with running(model, policy=FixedPolicy(4, max_wait_s=3600)) as (thread, inbox, _):
         r = request(5, max_tokens=4)
         truth = Sequential(model).output(r, 64, frozenset())[0]
-        worker.submit(r)
-        worker.set_drafting(5, DraftOffer("a", 4))
+        thread.submit(r)
+        thread.set_drafting(5, DraftOffer("a", 4))
         inbox.wait(lambda box: len(box.tokens[5]) == 1)
         base = len(r.prompt_token_ids)
-        worker.post_blocks([draft(5, base, truth)])
+        thread.post_blocks([draft(5, base, truth)])
         inbox.wait(lambda box: 5 in box.ended)
         assert inbox.tokens[5] == truth
         stats = inbox.commits(5)[-1].stats
@@ -553,16 +553,16 @@ def test_engine_thread_with_posted_block_wakes_the_waiting_row() -> None:
 
 def test_engine_thread_with_blocks_posted_together_uses_one_step() -> None:
     model = Gate()
-    with running(model, policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
+    with running(model, policy=FixedPolicy(4, max_wait_s=3600)) as (thread, inbox, _):
         blocks = []
         for i in range(8):
             r = request(i, max_tokens=4)
             truth = Sequential(model).output(r, 64, frozenset())[0]
             blocks.append(draft(i, len(r.prompt_token_ids), truth))
-            worker.submit(r)
-            worker.set_drafting(i, DraftOffer("a", 4))
+            thread.submit(r)
+            thread.set_drafting(i, DraftOffer("a", 4))
         inbox.wait(lambda box: all(len(box.tokens[i]) == 1 for i in range(8)))
-        worker.post_blocks(blocks)
+        thread.post_blocks(blocks)
         inbox.wait(lambda box: len(box.ended) == 8)
         assert len(inbox.steps[-1].commits) == 8
 
@@ -578,19 +578,19 @@ def test_engine_thread_tells_proposers_of_a_step_before_it_launches_the_next() -
     model, config = Gate(), CONFIG
     policy = FixedPolicy(4, max_wait_s=3600)
     with running(model, config, policy, Recorder(model, diary), on_early=on_early) as (
-        worker,
+        thread,
         inbox,
         _,
     ):
         drafted, alone = request(5, max_tokens=6), request(6, max_tokens=6)
         truth = Sequential(model).output(drafted, 64, frozenset())[0]
-        with worker.between_same_steps():
-            worker.submit(drafted)
-            worker.submit(alone)
-            worker.set_drafting(5, DraftOffer("a", 4))
-            worker.post_blocks([draft(5, len(drafted.prompt_token_ids), truth[:3])])
+        with thread.between_same_steps():
+            thread.submit(drafted)
+            thread.submit(alone)
+            thread.set_drafting(5, DraftOffer("a", 4))
+            thread.post_blocks([draft(5, len(drafted.prompt_token_ids), truth[:3])])
         inbox.wait(lambda box: 6 in box.ended)
-        worker.set_drafting(5, DraftOffer(None, 0))
+        thread.set_drafting(5, DraftOffer(None, 0))
         inbox.wait(lambda box: 5 in box.ended)
     assert diary[:4] == ["launch", "wait", "early", "launch"]
     first = early[0]
@@ -607,20 +607,20 @@ def test_engine_thread_whose_receiver_of_early_tokens_fails_goes_on() -> None:
         raise RuntimeError("Event loop is closed")
 
     policy = FixedPolicy(4, max_wait_s=0.0)
-    with running(Gate(), policy=policy, on_early=on_early) as (worker, inbox, _):
-        with worker.between_same_steps():
-            worker.submit(request(5))
-            worker.set_drafting(5, DraftOffer("a", 4))
+    with running(Gate(), policy=policy, on_early=on_early) as (thread, inbox, _):
+        with thread.between_same_steps():
+            thread.submit(request(5))
+            thread.set_drafting(5, DraftOffer("a", 4))
         inbox.wait(lambda box: 5 in box.ended)
         assert inbox.ended[5] is FinishReason.LENGTH
 
 
 def test_engine_thread_when_proposer_leaves_releases_the_row() -> None:
-    with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
-        worker.submit(request(5))
-        worker.set_drafting(5, DraftOffer("a", 4))
+    with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (thread, inbox, _):
+        thread.submit(request(5))
+        thread.set_drafting(5, DraftOffer("a", 4))
         inbox.wait(lambda box: len(box.tokens[5]) == 1)
-        worker.set_drafting(5, NO_DRAFTS)
+        thread.set_drafting(5, NO_DRAFTS)
         inbox.wait(lambda box: 5 in box.ended)
         assert inbox.ended[5] is FinishReason.LENGTH
 
@@ -630,42 +630,42 @@ def test_engine_thread_with_full_queue_refuses_until_it_empties() -> None:
         page_size=4, num_pages=64, max_model_len=64, max_num_seqs=2, max_waiting=3
     )
     model = Gate(config)
-    with running(model, config) as (worker, inbox, _):
+    with running(model, config) as (thread, inbox, _):
         model.open.clear()
-        worker.submit(request(0))
+        thread.submit(request(0))
         assert model.entered.wait(BOUND_S)
-        accepted = 1 + submit_until_refused(worker, range(1, 20))
+        accepted = 1 + submit_until_refused(thread, range(1, 20))
         assert 4 <= accepted <= 6
         model.open.set()
         inbox.wait(lambda box: len(box.ended) == accepted)
-        worker.submit(request(99))
+        thread.submit(request(99))
         inbox.wait(lambda box: 99 in box.ended)
 
 
 def test_engine_thread_after_many_aborts_keeps_nothing() -> None:
-    with running(Gate()) as (worker, inbox, _):
+    with running(Gate()) as (thread, inbox, _):
         for i in range(300):
-            worker.submit(request(i, max_tokens=40))
-            worker.set_drafting(i, DraftOffer("a", 4))
-            worker.post_blocks([draft(i, 1, (1, 2, 3))])
-            worker.abort(i - i % 3)
-            worker.abort(10_000 + i)
+            thread.submit(request(i, max_tokens=40))
+            thread.set_drafting(i, DraftOffer("a", 4))
+            thread.post_blocks([draft(i, 1, (1, 2, 3))])
+            thread.abort(i - i % 3)
+            thread.abort(10_000 + i)
         kept = {i for i in range(300) if i % 3}
         inbox.wait(lambda box: kept <= box.ended.keys())
         assert all(inbox.ended[i] is FinishReason.LENGTH for i in kept)
 
 
 def test_engine_thread_with_impossible_request_refuses_it() -> None:
-    with running(Gate()) as (worker, _, _):
+    with running(Gate()) as (thread, _, _):
         with pytest.raises(InvalidRequestError, match="below 32"):
-            worker.submit(Request(1, (5, 32), GREEDY))
+            thread.submit(Request(1, (5, 32), GREEDY))
         with pytest.raises(InvalidRequestError, match="below 32"):
-            worker.submit(Request(1, (-1,), GREEDY))
+            thread.submit(Request(1, (-1,), GREEDY))
         with pytest.raises(PromptTooLongError, match="no room for a generated one"):
-            worker.submit(Request(1, (1,) * 64, GREEDY))
-        worker.submit(request(2, max_tokens=40))
+            thread.submit(Request(1, (1,) * 64, GREEDY))
+        thread.submit(request(2, max_tokens=40))
         with pytest.raises(InvalidRequestError, match="already"):
-            worker.submit(request(2))
+            thread.submit(request(2))
 
 
 def test_engine_thread_with_raising_receiver_goes_on() -> None:
@@ -676,8 +676,8 @@ def test_engine_thread_with_raising_receiver_goes_on() -> None:
             ended.set()
         raise RuntimeError("the loop is closed")
 
-    worker = EngineThread(lambda: Engine(HashModel(num_pages=512), CONFIG), receive)
-    worker.start(BOUND_S)
-    worker.submit(request(1))
+    thread = EngineThread(lambda: Engine(HashModel(num_pages=512), CONFIG), receive)
+    thread.start(BOUND_S)
+    thread.submit(request(1))
     assert ended.wait(BOUND_S)
-    worker.stop(BOUND_S)
+    thread.stop(BOUND_S)

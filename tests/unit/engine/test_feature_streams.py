@@ -63,12 +63,12 @@ def running(
         engines.append(make(max_wait_s))
         return engines[0]
 
-    worker = EngineThread(build, events.put)
-    worker.start(20)
+    thread = EngineThread(build, events.put)
+    thread.start(20)
     try:
-        yield worker, events, engines[0]
+        yield thread, events, engines[0]
     finally:
-        worker.stop(20)
+        thread.stop(20)
 
 
 def test_streams_after_failed_copy_free_the_window() -> None:
@@ -90,11 +90,11 @@ def test_streams_after_failed_copy_free_the_window() -> None:
 
 
 def test_engine_with_failed_copy_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running() as (worker, events, _):
+    with running() as (thread, events, _):
         monkeypatch.setattr(streams, "FeatureRows", _broken)
         window = FeatureWindow()
-        worker.submit(request(1))
-        worker.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
+        thread.submit(request(1))
+        thread.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
         tokens = 0
         while tokens < 6:
             for commit in events.get(timeout=20).commits:
@@ -209,23 +209,23 @@ def test_streams_for_late_proposer_send_without_a_step() -> None:
     assert (rows.start, len(rows.rows)) == (0, len(PROMPT) * CAPTURED.row_bytes)
 
 
-def test_worker_with_rows_waiting_for_room_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_with_rows_waiting_for_room_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only row waits for its draft, and its draft for what is read meanwhile."""
     monkeypatch.setattr("outrider.features.MAX_ON_THE_WAY", 3 * CAPTURED.row_bytes)
-    with running(max_wait_s=60.0) as (worker, events, _):
+    with running(max_wait_s=60.0) as (thread, events, _):
         window = FeatureWindow()
-        worker.submit(request(1))
-        worker.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
+        thread.submit(request(1))
+        thread.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
         num_rows = 0
         while num_rows < len(PROMPT):
             if (batch := events.get(timeout=20).features) is not None:
                 size = sum(len(part.rows) for part in batch.rows)
                 num_rows += size // CAPTURED.row_bytes
-                worker.features.give_back(window, size)
+                thread.features.give_back(window, size)
 
 
-def test_worker_after_failed_step_keeps_commands_of_no_session() -> None:
-    with running() as (worker, events, engine):
+def test_engine_thread_after_failed_step_keeps_commands_of_no_session() -> None:
+    with running() as (thread, events, engine):
         assert engine.features is not None
         entered, go_on = queue.SimpleQueue[None](), queue.SimpleQueue[None]()
 
@@ -236,13 +236,13 @@ def test_worker_after_failed_step_keeps_commands_of_no_session() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "launch", failing)
-            worker.submit(request(1))
+            thread.submit(request(1))
             entered.get(timeout=20)
             window = FeatureWindow()
             window.on_the_way = 10
             spec = replace(CAPTURED, projection_dim=1, projection_sha256=bytes(32))
-            worker.features.give_back(window, 10)
-            done = worker.features.put_projection(spec, bytearray(spec.projection_bytes))
+            thread.features.give_back(window, 10)
+            done = thread.features.put_projection(spec, bytearray(spec.projection_bytes))
         go_on.put(None)
         done.result(timeout=20)
         assert window.on_the_way == 0

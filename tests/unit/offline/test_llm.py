@@ -171,17 +171,17 @@ def test_generate_more_prompts_than_rows_answers_each(llm: LLM) -> None:
 def test_generate_begins_with_as_many_prompts_as_fit_a_step(
     llm: LLM, shared_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = shared_engine._core._engine
-    assert isinstance(worker, EngineThread)
+    thread = shared_engine._core._engine
+    assert isinstance(thread, EngineThread)
     sizes: list[int] = []
-    publish = worker._publish
+    publish = thread._publish
 
     def note(engine: Engine, events: StepEvents | None) -> None:
         if events is not None and events.timings is not None:
             sizes.append(events.timings.num_rows)
         publish(engine, events)
 
-    monkeypatch.setattr(worker, "_publish", note)
+    monkeypatch.setattr(thread, "_publish", note)
     llm.generate([[2, 3 + i] for i in range(8)], GREEDY, use_tqdm=False)
     assert sizes[0] == 8
 

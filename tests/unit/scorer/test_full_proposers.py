@@ -137,7 +137,7 @@ async def test_registry_with_idle_sessions_makes_room_for_another_scorer_once() 
     idle = a.submit(4)
     world.exchange()
     a.running.clear()  # the scorer is busy with something else
-    a.bench.worker.drafting = False
+    a.bench.thread.drafting = False
     world.clock.now += IDLE_S
     b.submit(2)
     world.exchange()

@@ -55,7 +55,7 @@ async def test_attached_proposer_has_own_device_only_if_both_are_known(
 ) -> None:
     bench = Bench(device=device)
     bench.attach("a", device=proposers)
-    assert bench.worker.own_device[bench.submit().id] is own
+    assert bench.thread.own_device[bench.submit().id] is own
 
 
 async def test_hub_with_events_of_one_step_sends_one_message() -> None:
@@ -177,9 +177,9 @@ async def test_block_receiver_with_too_many_blocks_counts_one_bad_message() -> N
     session = bench.submit()
     block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
     bench.hub.blocks.receive(proposer, [block] * (2**14 + 1))
-    assert (proposer.bad_blocks, bench.worker.blocks) == (1, [])
+    assert (proposer.bad_blocks, bench.thread.blocks) == (1, [])
     bench.hub.blocks.receive(proposer, [block])
-    assert len(bench.worker.blocks) == 1
+    assert len(bench.thread.blocks) == 1
 
 
 async def test_block_receiver_with_many_blocks_of_a_session_checks_the_newest() -> None:
@@ -192,7 +192,7 @@ async def test_block_receiver_with_many_blocks_of_a_session_checks_the_newest() 
         for session in sessions
     ]
     bench.hub.blocks.receive(proposer, blocks)
-    seen = [(session_id, tree.token_ids[0]) for session_id, tree, _ in bench.worker.blocks]
+    seen = [(session_id, tree.token_ids[0]) for session_id, tree, _ in bench.thread.blocks]
     assert seen == [
         (session.id, token) for token in range(VOCAB - 4, VOCAB) for session in sessions
     ]
@@ -222,7 +222,7 @@ async def test_block_receiver_drops_each_bad_block_alone() -> None:
             blocks = [{}, {**shape, **fields}, {"epoch": 2}, shape]
             bench.hub.blocks.receive(proposer, [draft_pb2.Block(**good | each) for each in blocks])  # type: ignore[arg-type]
     assert proposer.bad_blocks == 2 * len(bad)
-    trees = [tree for _, tree, _ in bench.worker.blocks]
+    trees = [tree for _, tree, _ in bench.thread.blocks]
     chain, tree = DraftTree.chain(3, (1, 2, 3)), DraftTree(3, (1, 2, 3), (-1, 0, -1), (), b"abc")
     assert trees == 2 * len(bad) * [chain, tree]
 
@@ -243,7 +243,7 @@ async def test_block_receiver_with_impossible_distributions_does_not_convert_the
     with monkeypatch.context() as patch:
         patch.setattr(codec, "draft_probs_from_proto", None)
         bench.hub.blocks.receive(proposer, [block])
-    assert (proposer.bad_blocks, bench.worker.blocks) == (2, [])
+    assert (proposer.bad_blocks, bench.thread.blocks) == (2, [])
 
 
 async def test_hub_with_features_sends_them_with_their_commits() -> None:
@@ -251,30 +251,30 @@ async def test_hub_with_features_sends_them_with_their_commits() -> None:
     asked = draft_pb2.FeatureSpec(final_norm=True, hidden_size=2)
     reader = bench.attach("reader", method="eagle", features=asked)
     session = bench.submit()
-    order = bench.worker.orders[session.id]
+    order = bench.thread.orders[session.id]
     assert order is not None
     assert (order.epoch, order.spec, order.window) == (1, FINAL, reader.window)
     bench.step(
         commit(session, 5),
         features=(FeatureRows(session.id, order, 0, bytes(8)), FeatureRows(99, order, 0, b"gone")),
     )
-    assert bench.worker.features.given_back == [(reader.window, 4)]  # of a session that is over
+    assert bench.thread.features.given_back == [(reader.window, 4)]  # of a session that is over
     batch = await sent(reader)
     [features] = batch.features
     assert (features.session, features.epoch, features.start) == (session.id, 1, 0)
     assert features.rows == bytes(8)
     assert len(batch.opens) == len(batch.commits) == 1
     bench.hub.registry.on_taken(reader.outbox)
-    assert bench.worker.features.given_back[1:] == [(reader.window, 8)]
+    assert bench.thread.features.given_back[1:] == [(reader.window, 8)]
     bench.hub.registry.reassign(session)
     bench.step(features=(FeatureRows(session.id, order, 2, b"late"),))
-    assert bench.worker.features.given_back[2:] == [(reader.window, 4)]  # of the epoch before
+    assert bench.thread.features.given_back[2:] == [(reader.window, 4)]  # of the epoch before
     assert not (await sent(reader)).features
     plain = bench.attach("plain")
     reader.draining = True
     bench.hub.registry.reassign(session)
     assert session.proposer is plain
-    assert bench.worker.orders[session.id] is None
+    assert bench.thread.orders[session.id] is None
 
 
 async def nothing_to_send(proposer: AttachedProposer) -> bool:
@@ -341,12 +341,12 @@ async def test_registry_with_moved_session_opens_it_with_all_delayed_commits() -
 async def test_registry_while_nothing_is_drafted_requests_no_first_draft() -> None:
     bench = Bench()
     proposer = bench.attach("a")
-    bench.worker.drafting = False
+    bench.thread.drafting = False
     session = bench.submit()
     (opened,) = (await sent(proposer)).opens
     assert opened.num_draft_tokens == 0
-    assert bench.worker.set[session.id] == ("a", 4)
-    assert not bench.worker.asked[session.id], "or its row would wait"
+    assert bench.thread.set[session.id] == ("a", 4)
+    assert not bench.thread.asked[session.id], "or its row would wait"
     bench.step(commit(session, 4, k=0))
     assert await nothing_to_send(proposer)
     bench.step(commit(session, 5, k=3))
@@ -358,13 +358,13 @@ async def test_registry_with_more_sessions_than_room_shares_load_and_queues_the_
     a, b = bench.attach("a", max_sessions=2), bench.attach("b", max_sessions=1)
     sessions = [bench.submit() for _ in range(4)]
     assert [s.proposer.id if s.proposer else None for s in sessions] == ["a", "b", "a", None]
-    assert sessions[3].id not in bench.worker.set, "never waits"
+    assert sessions[3].id not in bench.thread.set, "never waits"
     await bench.sent(b)
     bench.step(commit(sessions[1], 1, finish=FinishReason.STOP))
     assert sessions[3].proposer is None, "in a message, opens come first"
     assert [each.session for each in (await bench.sent(b)).batch.closes] == [sessions[1].id]
     assert sessions[3].proposer is b
-    assert bench.worker.set[sessions[3].id] == ("b", 4)
+    assert bench.thread.set[sessions[3].id] == ("b", 4)
     assert a.load == b.load == 1.0
 
 
@@ -392,7 +392,7 @@ async def test_registry_with_self_limiting_methods_asks_for_all_they_can_draft()
         (SpeculationParams(advice=advised, num_speculative_tokens=7), ("a", 7)),
         (SpeculationParams(methods=("ngram",)), ("c", 4)),
     ):
-        assert bench.worker.set[bench.submit(speculation=speculation).id] == drafting
+        assert bench.thread.set[bench.submit(speculation=speculation).id] == drafting
 
 
 async def test_registry_with_methods_of_a_request_follows_their_order() -> None:
@@ -443,22 +443,22 @@ async def test_block_receiver_with_method_index_takes_only_known_methods() -> No
         block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
         block.method_index = index
         bench.hub.blocks.receive(proposer, [block])
-    assert bench.worker.methods == ["draft_model"]
+    assert bench.thread.methods == ["draft_model"]
     assert proposer.bad_blocks == 1
 
 
 async def test_registry_with_limits_of_request_and_proposer_applies_both() -> None:
     bench = Bench()
     bench.attach("a", max_draft_tokens=3)
-    assert bench.worker.set[bench.submit().id] == ("a", 3)
+    assert bench.thread.set[bench.submit().id] == ("a", 3)
     two = bench.submit(speculation=SpeculationParams(num_speculative_tokens=2))
-    assert bench.worker.set[two.id] == ("a", 2)
+    assert bench.thread.set[two.id] == ("a", 2)
     for off in (
         SpeculationParams(enabled=False),
         SpeculationParams(num_speculative_tokens=0),
         SpeculationParams(methods=("ngram",)),
     ):
-        assert bench.submit(speculation=off).id not in bench.worker.set
+        assert bench.submit(speculation=off).id not in bench.thread.set
 
 
 async def test_hub_without_draft_tokens_gives_no_session_to_a_proposer() -> None:
@@ -466,7 +466,7 @@ async def test_hub_without_draft_tokens_gives_no_session_to_a_proposer() -> None
     bench.attach("a")
     asked = bench.submit(speculation=SpeculationParams(num_speculative_tokens=2))
     assert asked.proposer is None
-    assert bench.worker.set == {}
+    assert bench.thread.set == {}
 
 
 async def test_hub_when_session_outgrows_the_proposers_context_reassigns_it() -> None:
@@ -476,9 +476,9 @@ async def test_hub_when_session_outgrows_the_proposers_context_reassigns_it() ->
     assert session.proposer is not None
     bench.step(commit(session, 4, 5))
     assert session.proposer is None
-    assert bench.worker.set[session.id] == (None, 0)
+    assert bench.thread.set[session.id] == (None, 0)
     bench.attach("long")
-    assert bench.worker.set[session.id] == ("long", 4)
+    assert bench.thread.set[session.id] == ("long", 4)
 
 
 async def test_registry_with_proposer_that_does_not_read_detaches_it() -> None:
@@ -488,7 +488,7 @@ async def test_registry_with_proposer_that_does_not_read_detaches_it() -> None:
     for token in range(10):
         bench.step(commit(session, token))
     assert isinstance(proposer.detached.result(), CapacityError)
-    assert bench.worker.set[session.id] == (None, 0)
+    assert bench.thread.set[session.id] == (None, 0)
     assert session.committed == [1, 2, 3, *range(10)]
     assert bench.hub.registry.proposers == ()
 
@@ -649,7 +649,7 @@ async def test_registry_when_all_miss_deadlines_leaves_sessions_in_place() -> No
 async def test_hub_when_engine_refuses_a_submission_keeps_nothing() -> None:
     bench = Bench()
     proposer = bench.attach("a")
-    bench.worker.refuse = CapacityError("full")
+    bench.thread.refuse = CapacityError("full")
     with pytest.raises(CapacityError):
         bench.submit()
     assert not proposer.sessions
@@ -664,10 +664,10 @@ async def test_hub_after_failure_and_abort_ends_the_session_once() -> None:
     with pytest.raises(InternalError):
         await failed.mailbox.take()
     bench.hub.abort(failed)
-    assert bench.worker.aborted == []
+    assert bench.thread.aborted == []
     bench.hub.abort(aborted, UnavailableError("drain"))
     bench.hub.abort(aborted)
-    assert bench.worker.aborted == [aborted.id]
+    assert bench.thread.aborted == [aborted.id]
     with pytest.raises(UnavailableError):
         await aborted.mailbox.take()
     assert not proposer.sessions
@@ -690,7 +690,7 @@ async def test_hub_when_steps_fail_in_a_row_reports_failure() -> None:
 
 async def test_hub_when_engine_breaks_down_reports_failure_at_once() -> None:
     bench = Bench()
-    bench.worker.running = False
+    bench.thread.running = False
     bench.hub.on_events(StepEvents((), (), None))
     assert bench.hub.failed.is_set()
 
