@@ -117,7 +117,7 @@ class AsyncDrafts(Generic[S, D]):
 
         None unless it has all but those states that get no draft now in any case.
         """
-        launched = self._launched
+        launched, self._on_device = self._launched, None
         if launched is None or (nodes := launched.loop.nodes) is None:
             return None
         places, most = self._places(launched, states), nodes.tokens.shape[1]

@@ -87,7 +87,7 @@ class DraftedRow:
         return USEFUL
 
     def hold_place(self, block: DraftTree) -> None:
-        """Keep a block of the whole text that stands for one to come."""
+        """Keep a block of tokens after the whole text, which the device's draft will replace."""
         self.draft, self.draft_node, self.draft_base = block, -1, block.base_len
         self.draft_method = ""
 

@@ -310,7 +310,9 @@ class DraftTracker:
             current.deadline, current.wrong, current.nodes = 0.0, wrong, NO_NODES
             # A proposer that resumes first catches up on all commits since it drafted last.
             measures = row.draft is None and not resumes
-            awaited.commits.append(PastCommit(len(row.token_ids), now, measures))
+            length, commits = len(row.token_ids), awaited.commits
+            if not commits or commits[-1].length != length:  # a stop token alone adds nothing
+                commits.append(PastCommit(length, now, measures))
             whole = len(nodes.confidences) == num_drafted
             d.unlearned.append((round_, nodes if whole else NO_NODES))
 
@@ -388,7 +390,7 @@ def _is_awaited(row: Row) -> bool:
 
 def _answered(commits: deque[PastCommit], base_len: int) -> PastCommit | None:
     """Return the commit that a block from `base_len` on answers, if any."""
-    if commits and commits[-1].length == base_len:  # as most do: nobody answered those before
+    if commits and commits[-1].length == base_len:  # as most do; older ones stay unanswered
         return commits.pop()
     for i, commit in enumerate(commits):
         if commit.length == base_len:

@@ -93,7 +93,8 @@ class InProcessProposer:
             self._proposer, self._tokenizer_hash = self._build()
         torch.set_num_threads(threads)  # the engine's
         self._queue = DraftQueue(self._proposer)
-        self._behind = self._proposer if isinstance(self._proposer, AsyncProposer) else None
+        behind = self._proposer if isinstance(self._proposer, AsyncProposer) else None
+        self._drafts_behind = behind  # a step
         traits = self._proposer.traits
         self._methods = traits.methods or (traits.method,)
         self._copies = not COPYING_METHODS.isdisjoint(self._methods)
@@ -274,7 +275,7 @@ class InProcessProposer:
 
         False if there are none, or the step cannot.
         """
-        proposer, wanting, sessions = self._behind, self._queue.wanting, self._sessions
+        proposer, wanting, sessions = self._drafts_behind, self._queue.wanting, self._sessions
         if not wanting or proposer is None:
             return False
         drafts = proposer.device_drafts([*wanting])
@@ -288,7 +289,7 @@ class InProcessProposer:
 
     def _launch_after_verify(self, engine: ColocatedEngine) -> None:
         """Launch the drafts that the step in flight will ask for behind it on the device."""
-        proposer = self._behind
+        proposer = self._drafts_behind
         if proposer is None or (verify_output := engine.verify_output) is None:
             return
         states, spec = None, self._proposer.traits.features

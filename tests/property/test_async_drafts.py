@@ -340,3 +340,25 @@ def test_device_drafts_that_are_never_posted_cost_no_token(monkeypatch: pytest.M
     _, late = run(requests, drafts=True)
     assert late == plain
     assert calls >= 3
+
+
+def test_device_drafts_that_were_not_taken_are_not_handed_out_for_a_longer_text() -> None:
+    world = Drafting(3)
+    for key in range(3):
+        world.open(key)
+    proposer, keys = world.proposer, list(world.lengths)
+    while True:
+        world.draft()
+        world.verify(behind=True)
+        keys = [key for key in world.lengths if world.wanted[key]]
+        if len(keys) == len(world.lengths) and proposer.device_drafts(keys) is not None:
+            break
+    key = keys[0]
+    proposer.commit(key, world.lengths[key], [5], K)  # of a step that took none of them
+    assert proposer.device_drafts(keys) is None
+    drafts = {key: tree.token_ids for key, tree in proposer.draft(keys).drafts}
+    follower = proposer._sessions[key].follower
+    other = Drafting(3).proposer
+    other.open(key, SessionStart(list(follower.tokens), follower.sampling, K, 110))
+    assert [drafts[key]] == [tree.token_ids for _, tree in other.draft([key]).drafts]
+    proposer.check_invariants()

@@ -32,6 +32,7 @@ KINDS = {"greedy": GREEDY, "sampled": SAMPLED, "filtered": FILTERED, "penalized"
 def alone(engine: Engine) -> dict[str, list[tuple[int, ...]]]:
     """The texts without any proposer."""
     assert engine.info["verification"] == "coupled"
+    engine.drafted()  # by the tests before
     texts = {kind: engine.texts(PROMPTS, **params) for kind, params in KINDS.items()}
     assert engine.drafted() == (0, 0)
     return texts

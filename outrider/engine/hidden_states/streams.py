@@ -160,7 +160,7 @@ class HiddenStateStreams:
             num_rows, at = sum([part.num_rows for part in parts]), None
             if num_rows * row_bytes <= self._max_ahead_bytes:
                 stay = all(part.stream.seq.drafting.proposer.colocated for part in parts)
-                # Of other rows no more is read than of these, and none is copied to the host.
+                # Of other rows no more is read than of these, and copied only if no loop reads all.
                 if stay and slots is not None and len(slots.slots) <= 2 * num_rows:
                     at = RowSlots(slots.slots, firsts)
                 try:

@@ -107,3 +107,17 @@ def test_drafting_time_that_a_proposer_tells_is_believed_within_the_delay(
         tracker.blocks_arrived([(row, posted, USEFUL, 1.003)])
     assert row.counters.propose_s == pytest.approx(draft_s)
     assert row.counters.network_s == pytest.approx(0.003 - draft_s)
+
+
+def test_late_draft_is_measured_from_its_commit_after_a_round_of_a_stop_token_alone() -> None:
+    """Such a round adds nothing to the text, and ends when the draft has come."""
+    tracker = DraftTracker(FixedPolicy(4))
+    row = row_of(tracker)
+    tracker.attach(row, DraftOffer("a", 4), 0.0)
+    row.token_ids += [7]
+    tracker.rounds_done([(row, UNDRAFTED, False)], now=1.0)
+    tracker.rounds_done([(row, UNDRAFTED, False)], now=1.01)
+    posted = PostedBlock(1, DraftTree.chain(3, (7, 7)), "a", 1000)
+    tracker.blocks_arrived([(row, posted, USEFUL, 1.004)])
+    assert row.counters.propose_s == pytest.approx(0.001)
+    assert row.counters.network_s == pytest.approx(0.003)
