@@ -125,13 +125,11 @@ class CachedHeadProposer(FeatureMethod):
         states = self._asked(sessions)
         guesses = self._async_drafts.take(states)
         for state, guess in guesses.items():
-            tokens = state.follower.tokens
-            length = len(tokens)
+            length = len(state.follower.tokens)
             done.drafts.append((state.key, guess.tree(length)))
             state.patient = False
             state.skip(length - 1)  # the loop read its rows on the device
-            state.cache.computed = length - 1
-            state.cache.publish(self._pool, tokens, self._page_size)
+            self._fed(state, length - 1)
         others = [state for state in states if state not in guesses]
         rows = self._plan(others, done, beside_drafts=bool(guesses))
         if rows:
