@@ -3,8 +3,9 @@
     python -m benchmarks.vllm_shapes --shape qwen3-30b-a3b
 
 A shape is a config.json, for which vLLM makes up weights, and the embedded tokenizer with a word
-for each further id. Neither server speculates. This Python has vLLM. Results are written after each
-load; where one server fails, the other is measured.
+for each further id. Neither server speculates. This Python has vLLM. Each cell is the median of
+some loads: vLLM compiles kernels when a number of tokens comes first, which stops it for seconds.
+Results are written after each cell; where one server fails, the other is measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ _SHAPES: dict[str, dict[str, Any]] = json.loads(
 _COMMON = {"max_position_embeddings": 8192, "dtype": "bfloat16", "tie_word_embeddings": False}
 _IDS = {"bos_token_id": 0, "eos_token_id": 0}
 _BODY = json.dumps({"ignore_eos": True, "temperature": 0})
-_HEAD = ["in flight", "server", "tok/s", "ratio", "ms per token", "TTFT ms", "us per token"]
+_TIMES = ("ms per token", "TTFT ms", "us per token")
+_HEAD = ["in flight", "server", "tok/s", "least", "most", "ratio", *_TIMES]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shape", choices=[*_SHAPES], required=True)
     p.add_argument("--set", type=json.loads, default={}, metavar="JSON", help="of config.json")
     p.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
-    p.add_argument("--waves", type=int, default=4, help="requests for each in flight; 8 at least")
+    p.add_argument("--waves", type=int, default=2, help="requests for each in flight; 8 at least")
+    p.add_argument("--rounds", type=int, default=5, help="loads of each size")
     p.add_argument("--prompt-words", type=int, default=128)
     p.add_argument("--max-tokens", type=int, default=256)
     p.add_argument("--start-timeout", type=float, default=240.0, help="seconds, of each server")
@@ -92,7 +96,8 @@ def _report(
         cell = found[n, server]
         base = found.get((n, "vllm"), {}).get("tokens_per_s")
         cell["ratio"] = base and cell["tokens_per_s"] / base
-        keys = {"tokens_per_s": 0, "ratio": 3, "ms_per_token": 2, "ttft_ms": 1, "us_per_token": 1}
+        keys = {"tokens_per_s": 0, "least": 0, "most": 0, "ratio": 3}
+        keys |= {"ms_per_token": 2, "ttft_ms": 1, "us_per_token": 1}
         rows.append([f"{n}", server, *(report.number(cell[k], d) for k, d in keys.items())])
     results = [{"in_flight": n, "server": server, **cell} for (n, server), cell in found.items()]
     lines = [*report.table(_HEAD, rows), *failed]
@@ -144,19 +149,30 @@ def _answers(url: str) -> bool:
 
 
 def _load(args: argparse.Namespace, child: Child, url: str, in_flight: int) -> dict[str, Any]:
-    """Warm up with one wave and measure the others; CPU time is of all but vLLM's engine."""
-    for requests in (in_flight, max(8, args.waves * in_flight)):
-        words = f"--url {url} --in-flight {in_flight} --requests {requests} --seconds 60"
-        words += f" --timeout 60 --prompt-words {args.prompt_words} --max-tokens {args.max_tokens}"
-        pids = process_tree(child.pid)
-        fronts = [p for p in pids if not Path(f"/proc/{p}/comm").read_text().startswith("VLLM::")]
-        before = cpu_seconds(fronts)
-        found = load.measure(load.parser().parse_args([*words.split(), "--body", _BODY]))
-        used = cpu_seconds(fronts) - before
+    """Warm up with one wave, and return the load of median speed."""
+    _one_load(args, child, url, in_flight, in_flight)
+    requests = max(8, args.waves * in_flight)
+    cells = [_one_load(args, child, url, in_flight, requests) for _ in range(args.rounds)]
+    cells.sort(key=itemgetter("tokens_per_s"))
+    speeds = [cell["tokens_per_s"] for cell in cells]
+    say(f"{child.name}, {in_flight} in flight: {', '.join(map('{:.0f}'.format, speeds))} tokens/s")
+    return {**cells[len(cells) // 2], "least": speeds[0], "most": speeds[-1]}
+
+
+def _one_load(
+    args: argparse.Namespace, child: Child, url: str, in_flight: int, requests: int
+) -> dict[str, Any]:
+    """Return what one load measured; CPU time is of all but vLLM's engine."""
+    words = f"--url {url} --in-flight {in_flight} --requests {requests} --seconds 60"
+    words += f" --timeout 60 --prompt-words {args.prompt_words} --max-tokens {args.max_tokens}"
+    pids = process_tree(child.pid)
+    fronts = [p for p in pids if not Path(f"/proc/{p}/comm").read_text().startswith("VLLM::")]
+    before = cpu_seconds(fronts)
+    found = load.measure(load.parser().parse_args([*words.split(), "--body", _BODY]))
+    used = cpu_seconds(fronts) - before
     if not found["answered"] or found["failures"]:
         raise ProcessError(f"{child.name}: requests failed: {found['failures']}{child.tail()}")
     speed = found["tokens_per_s"]
-    say(f"{child.name}, {in_flight} in flight: {speed:.0f} tokens/s")
     times = {"ms_per_token": found["tpot_ms"]["p50"], "ttft_ms": found["ttft_ms"]["p50"]}
     us = used * 1e6 / (speed * found["seconds"])
     return {"tokens_per_s": speed, **times, "us_per_token": us}
