@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.aux_layers import trained_layers
+from outrider.aux_layers import KEY, trained_layers
 from outrider.train.head import Export, Head, draft_vocabulary_tensors, layer_fields
 from outrider.train.layers import BlockShape, ChainContext, DecoderLayer, RMSNorm, shift_rows
 from outrider.train.target import Target, TargetBatch
@@ -108,10 +108,9 @@ class Eagle3(Head):
             # Without a head in the file there is none: readers then share the target's.
             **({} if self.shares_head else {"draft_vocab_size": self.lm_head.out_features}),
             "target_hidden_size": self.target_size,
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": list(self.layers),
-            },
+            # vLLM's newer runner (0.23) reads the layers here, and others below.
+            KEY: list(self.layers),
+            "eagle_config": {"use_aux_hidden_state": True, KEY: list(self.layers)},
         }
         if self.draft_ids is not None:
             tensors |= draft_vocabulary_tensors(self.draft_ids, self.vocab_size)
