@@ -66,15 +66,16 @@ class AdaptivePolicy(Policy):
         if self._unknown:
             chosen[:, :TRIED_TOKENS] = True
         else:
-            chosen.flat[self._choose(rows, survivals)] = True
+            best = self._choose(rows, survivals)
+            chosen[:, : best.shape[1]] = best
             self._try_longer(rows, chosen)
         chosen &= survivals > 0.0
         for d, gain in zip(rows, (survivals * chosen).sum(1).tolist(), strict=True):
             d.measured.gain = gain
         return [*chosen.sum(1).tolist()]
 
-    def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the places of tokens that are worth their step's time and their delay.
+    def _choose(self, rows: Rows[Drafting], survivals: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return which tokens [rows, depth] are worth their step's time and their delay.
 
         All rows wait for the longest draft, and the likeliest nodes are the deep ones of few rows.
         So greatest depths are compared, each with its own likeliest nodes.
@@ -86,16 +87,14 @@ class AdaptivePolicy(Policy):
         cohorts = max(num_rows, self._num_running) / num_rows  # others have steps while these wait
         steps_s = steps.of_rows(num_rows, num_rows + np.arange(survivals.size + 1.0))
         steps_s[0] = np.inf  # whether to draft at all is not added up, but measured
-        likely = np.argsort(-survivals, axis=None, kind="stable")  # once: sorted nodes sort fast
-        levels, flat = likely % depths[0], survivals.ravel()
-        fastest, best = 0.0, likely
+        fastest, best = 0.0, survivals > 0.0
         for most, wait_s in zip(depths, self._waits_s(rows, depths), strict=True):
-            nodes = likely[levels < most]
+            nodes = survivals[:, :most]
             step_s = steps_s[: nodes.size + 1]
             seconds = np.maximum(step_s, (step_s + wait_s) / cohorts)
-            chosen, speed = choose_nodes(flat[nodes], seconds, len(rows))
+            chosen, speed = choose_nodes(nodes.ravel(), seconds, len(rows))
             if speed > fastest:
-                fastest, best = speed, nodes[chosen]
+                fastest, best = speed, chosen.reshape(nodes.shape)
         return best
 
     def _try_longer(self, rows: Rows[Drafting], chosen: NDArray[np.bool_]) -> None:

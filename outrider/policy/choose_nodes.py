@@ -26,9 +26,10 @@ def choose_nodes(
     `survivals` [n] are the probabilities that the accepted tokens reach each node, parents before
     children. `seconds` [n + 1] are the times of steps that verify 0, 1 .. n nodes.
     """
-    likeliest = np.argsort(-survivals, kind="stable")  # of equal ones the first
-    speeds = (rows + np.concatenate(((0.0,), survivals[likeliest].cumsum()))) / seconds
+    likeliest = np.sort(survivals)[::-1]  # faster than to sort their places
+    speeds = np.concatenate(((rows,), likeliest)).cumsum() / seconds
     count = int(speeds.argmax())
-    chosen = np.zeros(len(survivals), bool)
-    chosen[likeliest[:count]] = True
+    least = likeliest[count - 1] if count else np.inf
+    chosen = survivals > least
+    chosen[np.flatnonzero(survivals == least)[: count - np.count_nonzero(chosen)]] = True
     return chosen, float(speeds[count])

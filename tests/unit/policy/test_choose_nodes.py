@@ -54,14 +54,12 @@ def test_choose_nodes_of_any_trees_is_closed_and_the_best_of_all_sets(
     assert speed(nodes) == pytest.approx(max(map(speed, closed_sets(parents))))
 
 
-def test_choose_nodes_of_256_rows_takes_no_python_per_node() -> None:
+def test_choose_nodes_of_256_rows_takes_well_under_a_tenth_of_a_millisecond() -> None:
     rates = np.random.default_rng(1).random((256, 16))
     survivals = np.cumprod(0.5 + 0.5 * rates, axis=1).ravel()
     seconds = 5e-3 + 2e-5 * np.arange(256, 4353)
     args = survivals, seconds, 256
-    choice = timeit.repeat(lambda: module.choose_nodes(*args), number=1, repeat=2000)
-    sort = timeit.repeat(lambda: np.argsort(-survivals, kind="stable"), number=1, repeat=2000)
-    assert min(choice) < 1.5 * min(sort)  # 0.1 ms or 0.2, by the CPU
+    assert min(timeit.repeat(lambda: module.choose_nodes(*args), number=1, repeat=2000)) < 1e-4
 
 
 # A draft of two tokens of 0 and 1 under rejection sampling. The second one is the first again in
