@@ -233,4 +233,4 @@ class DraftLimits:
     projection_timeout_s: float = 60.0
     """From Welcome until a requested projection is complete."""
     set_aside_s: float = 2.0
-    """Time in which other proposers are preferred to one that kept missing deadlines."""
+    """Time in which others that are not worse are preferred to one that kept missing deadlines."""

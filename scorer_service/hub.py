@@ -225,7 +225,7 @@ class Hub:
         session.mailbox.put(commit)
 
     def _count_round(self, proposer: SessionProposer, session: Session, accepted: int) -> None:
-        if session.drafted and session.num_draft_tokens:
+        if (session.drafted or session.in_vain) and session.num_draft_tokens:
             proposer.round_done(session, accepted)
 
     def _tell(self, proposer: SessionProposer, session: Session, step_us: int) -> None:

@@ -63,6 +63,7 @@ class Session:
     epoch: int = 0  # of the latest Open
     proposer: SessionProposer | None = None
     drafted: bool = False  # a block came for this epoch: the proposer had room for it
+    in_vain: bool = False  # its row awaited drafts of this epoch in vain
     losses: Counter[str] = field(default_factory=Counter)  # Lost messages by proposer
     stats: RequestStats | None = None  # the engine's latest
     rounds: RoundSpans | None = None  # only of a request whose trace is sampled

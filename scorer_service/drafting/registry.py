@@ -167,7 +167,7 @@ class ProposerRegistry:
         proposer.probing = proposer.limit < proposer.max_sessions
 
     def on_set_aside(self, session: Session) -> None:
-        """Prefer others to a proposer that the engine no longer waits for.
+        """Prefer others that are not worse to a proposer that the engine no longer waits for.
 
         The session moves only to a proposer that keeps up. Otherwise it stays, since blocks that
         come in time are still of use.
@@ -175,6 +175,7 @@ class ProposerRegistry:
         if session.proposer is None:
             return
         now = self._now()
+        session.in_vain = True
         session.proposer.set_aside_until = now + self.limits.set_aside_s
         other = self._pick(session)
         if other is not None and other.set_aside_until <= now:
@@ -198,10 +199,12 @@ class ProposerRegistry:
         ]
         ranks = _ranks(candidates, session)
         named = bool(session.request.speculation.methods)
+        # What comes late counts in what a proposer is worth: others that are worse are no refuge.
+        refuge = any(p.set_aside_until <= now and ranks[p.id] < _Rank.WORSE for p in candidates)
         return min(
             candidates,
             key=lambda p: (
-                p.set_aside_until > now,
+                refuge and p.set_aside_until > now,
                 session.losses[p.id],
                 p.preference(session) if named else (),
                 ranks[p.id],
@@ -220,7 +223,7 @@ class ProposerRegistry:
         self._undrafted.pop(session.id, None)
         session.proposer = proposer
         session.epoch += 1
-        session.drafted = False
+        session.drafted = session.in_vain = False
         k = proposer.draft_limit(session)
         # A draft model processes the prompt for its first draft, in vain where none is of use.
         session.num_draft_tokens = k if self._engine.drafting else 0

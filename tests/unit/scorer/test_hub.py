@@ -609,6 +609,37 @@ async def test_registry_when_proposer_misses_deadlines_replaces_it() -> None:
     assert session.epoch == 2
 
 
+async def test_registry_sets_a_good_proposer_aside_only_for_others_that_are_not_worse() -> None:
+    """A stall of good drafts, which counts in their worth, gave rubbish all sessions for 2 s."""
+    bench = Bench()
+    good, rubbish = [bench.attach(each, max_sessions=512) for each in ("good", "rubbish")]
+    sessions_given(bench, {good.id: 3, rubbish.id: 1}, 20)
+    session = bench.submit()
+    assert session.proposer is good
+    bench.step(set_aside=(session.id,))
+    assert session.proposer is good
+    assert bench.submit().proposer is good
+    unknown = bench.attach("unknown")
+    assert bench.submit().proposer is unknown
+
+
+async def test_registry_leaves_a_proposer_that_hangs_for_one_that_was_worse() -> None:
+    """Though it has sent no block for its new sessions, by which they would count."""
+    bench = Bench()
+    good, fair = [bench.attach(each, max_sessions=512) for each in ("good", "fair")]
+    sessions_given(bench, {good.id: 4, fair.id: 2}, 20)
+    for _ in range(20):
+        session = bench.submit()
+        if session.proposer is fair:
+            break
+        bench.step(set_aside=(session.id,))
+        for _ in range(64):
+            bench.step(commit(session, 5))
+        bench.step(commit(session, 5, finish=FinishReason.LENGTH))
+    else:
+        pytest.fail("all sessions went to the one that hangs")
+
+
 async def test_registry_with_many_pools_counts_a_bounded_number() -> None:
     bench = Bench()
     for i in range(300):
