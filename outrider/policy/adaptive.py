@@ -129,8 +129,8 @@ class AdaptivePolicy(Policy):
 
     def _waits_s(self, rows: Rows[Drafting], depths: Rows[int]) -> list[float]:
         """Return how long a step waits for drafts of so many tokens, in the mean."""
-        drafters = {d.drafter: d for d in rows}.values()
-        delays = [self.measured.draft_times(d).delays for d in drafters]
+        waiting = {d.drafter: d for d in [d for d in rows if d.measured.worth_waiting] or rows}
+        delays = [self.measured.draft_times(d).delays for d in waiting.values()]
         missed = 1.0 - sum([d.measured.free_hits.mean for d in rows]) / len(rows)
         return [missed * max([each.mean_s(depth) for each in delays]) for depth in depths]
 

@@ -85,6 +85,29 @@ def test_short_drafts_of_all_rows_are_chosen_before_long_ones_that_all_rows_wait
     assert policy.choose_counts(both) == [1] * 8
 
 
+def test_delay_of_a_proposer_that_no_row_waits_for_is_no_price_of_others_tokens() -> None:
+    near, far = rows(31), row(proposer="b")
+    met = [(each, chain_round(4, i % 3)) for i, each in enumerate([*near, far])]
+    policy = policy_after(*met, step_s={32: 0.0052, 160: 0.0063, 320: 0.0097}, num_rows=32)
+    for each, delay_s in ((near[0], 0.003), (far, 0.3)):
+        policy.measured.draft_times(each).observe(0.0, delay_s, 0.002, 4, alone=True)
+    alone = policy.choose_counts(near)
+    assert 0 < max(alone) < 4
+    far.measured.worth_waiting = False
+    assert policy.choose_counts([*near, far])[:-1] == alone
+
+
+def test_rows_of_two_proposers_are_chosen_for_by_the_later_draft() -> None:
+    """As one step waits for both."""
+    both, step_s = [row(12), row(12, proposer="b")], {2: 0.0048}
+    policy = policy_after(*[(d, chain_round(2, 1)) for d in both], step_s=step_s, num_rows=2)
+    for each, token_s in zip(both, (0.0, 0.002), strict=True):
+        policy.measured.draft_times(each).observe(
+            0.0, 0.001 + 4 * token_s, 4 * token_s, 4, alone=True
+        )
+    assert policy.choose_counts(both) == [1, 1]
+
+
 def test_acceptance_is_that_of_depth_and_kind_of_text_and_a_rows_own_while_it_drafts() -> None:
     acceptance, sampled = Acceptance(), row(sampled=True)
     poor, others = row(proposer="b"), row(proposer="b")
@@ -214,6 +237,14 @@ def test_cut_verifies_sure_tokens_of_all_rows_and_all_after_a_long_wait(waited_s
         policy.measured.draft_times(d).observe(0.0, waited_s, 0.0, 2, alone=True)
     sure = [True, True, False, False, True, False, False]
     assert policy.cut(drafts, 4, 4) == (sure if waited_s == 0.0 else [True] * 7)
+    far = row(proposer="b")
+    policy.measured.draft_times(far).observe(0.0, 0.1, 0.0, 2, alone=True)
+    far.measured.worth_waiting = False
+    cut = policy.cut([*drafts, (far, DraftNodes(bytes((UNSURE,))))], 5, 5)
+    assert cut[:7] == (sure if waited_s == 0.0 else [True] * 7), "nobody waits for it"
+    policy.measured.steps.padded = True
+    assert all(policy.cut(drafts, 4, 4)), "shorter drafts save nothing"
+    assert all(AdaptivePolicy(4).cut(drafts, 4, 4)), "nothing is known"
 
 
 def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance() -> None:
