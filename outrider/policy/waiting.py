@@ -44,7 +44,7 @@ class Waiting:
 
         That is until most drafts have come, and no longer than it pays (noted as `worth_waiting`).
         All rounds together wait for a session's first block about as long as the prompt took. While
-        it is `unknown` what drafts take, a row waits longer: one that is too late says little.
+        it is `unknown` what drafts take, a row waits longer, if they are not known to be later.
         """
         d = row.drafting
         step_s = self._steps.round_s(d.num_draft_tokens)
@@ -53,13 +53,13 @@ class Waiting:
             allowed_s = min(MAX_PATIENCE_S, LONG_STEPS * step_s + prefill_s)
             return max(0.0, d.awaited.since + allowed_s - d.round.committed_at)
         gain, free = d.measured.gain, d.measured.free_after_miss.mean
-        gain_s = gain * step_s / (1.0 + free * gain)
-        if unknown:
-            return min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
+        gain_s = min(MAX_PATIENCE_S, gain * step_s / (1.0 + free * gain))
         k, times = d.num_draft_tokens, self._measured.draft_times(d)
+        if unknown:
+            longer_s = min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
+            return longer_s if times.delays.mean_s(k) <= longer_s else 0.0
         d.measured.worth_waiting = times.delays.mean_s(k) <= times.share.mean * gain_s
-        most_s = min(MAX_PATIENCE_S, gain_s, times.delays.most_s(k))
-        return most_s if d.measured.worth_waiting else 0.0
+        return min(gain_s, times.delays.most_s(k)) if d.measured.worth_waiting else 0.0
 
     def in_halves(self, rows: Rows[Row]) -> bool:
         """Return whether one half of the rows is to be verified while others are drafted for."""

@@ -17,6 +17,7 @@ from outrider.draft_port import DraftOffer
 from outrider.draft_tree import chain_parents
 from outrider.drafted_nodes import NO_NODES, DraftNodes
 from outrider.policy.adaptive import AdaptivePolicy
+from outrider.policy.base import StepDone
 from outrider.policy.draft_times import Delays, DraftTimes
 from outrider.policy.measurements import Acceptance
 from outrider.policy.row import CurrentRound, Drafting, Offered
@@ -254,6 +255,16 @@ def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance() -> None:
     np.testing.assert_allclose(told[::2], sum(TRUE_SHARE.values()) / 2, atol=0.12)
 
 
+def test_confidence_that_is_not_tried_again_is_not_forgotten() -> None:
+    """It would be tried for that alone, again and again."""
+    acceptance = told_confidences(honest=True).measured.acceptance
+    unsure = [(row(), DraftNodes(bytes([UNSURE])))]
+    [before] = acceptance.survivals_of_nodes(unsure)
+    for _ in range(1000):
+        acceptance.observe([(row(), [(chain_round(1, 1), DraftNodes(bytes([SURE])))])])
+    assert acceptance.survivals_of_nodes(unsure) == [pytest.approx(before, abs=0.02)]
+
+
 def test_confidence_that_was_never_tried_is_believed_whatever_siblings_met() -> None:
     """Most nodes of a tree fail, so their mean says nothing of a sure one."""
     policy, siblings = policy_after(step_s=EVEN_STEP_S, num_rows=1), bytes([UNSURE] * 3)
@@ -284,6 +295,89 @@ def test_ready_rows_wait_for_drafts_that_come_soon(
             times.observe(at, delay_s, delay_s, 4, alone=delay_s == 0.004)
     start_at = Waiting(measured, 4).start_at(each[:num_ready], each[num_ready:], 0, now)
     assert start_at == now if now > 0.01 else 0.0035 <= start_at <= 0.0065
+
+
+# Seconds of a step of a row's five tokens and of its drafts; its share of free drafts after a miss;
+# and its patience, as usual and while it is unknown what drafts take.
+PATIENCE: dict[str, tuple[float, float, float, float, float]] = {
+    "until drafts have come": (0.02, 0.005, 0.0, 0.005, 0.06),
+    "drafts bring two tokens for two steps": (0.02, 0.039, 0.0, 0.039, 0.06),
+    "the next one is free": (0.02, 0.039, 1.0, 0.0, 0.06),
+    "drafts come later in any case": (0.02, 0.061, 0.0, 0.0, 0.0),
+    "a text stands still no longer": (0.5, 0.24, 0.0, 0.24, 0.25),
+    "drafts come later than that": (0.5, 0.26, 0.0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("step_s", "delay_s", "free", "usual", "unknown"), PATIENCE.values(), ids=PATIENCE
+)
+def test_row_waits_as_long_as_its_draft_pays_and_not_in_vain(
+    step_s: float, delay_s: float, free: float, usual: float, unknown: float
+) -> None:
+    measured, each = policy_after(step_s={1: step_s, 5: step_s}).measured, waiting_rows([0.0])[0]
+    d = each.drafting
+    for at in range(60):
+        measured.draft_times(d).observe(at, delay_s, 0.0, 4, alone=True)
+    d.measured.gain, d.awaited.blocks, d.measured.free_after_miss.mean = 2.0, 1, free
+    waiting = Waiting(measured, 4)
+    assert waiting.patience_s(each, 1, unknown=False) == pytest.approx(usual, rel=0.01)
+    assert waiting.patience_s(each, 1, unknown=True) == pytest.approx(unknown)
+
+
+def test_wait_for_a_first_block_is_as_long_as_the_rows_part_of_the_prompts() -> None:
+    measured, each = policy_after(step_s={1: 0.02, 5: 0.02}).measured, waiting_rows([0.0])[0]
+    each.counters = SimpleNamespace(prefill_s=0.08)
+    assert Waiting(measured, 4).patience_s(each, 8, unknown=False) == pytest.approx(0.07)
+
+
+@pytest.mark.parametrize(("gain", "wake_at"), [(0.5, 0.0), (10.0, 0.004)])
+def test_rows_together_wait_only_for_more_tokens_than_all_commit_meanwhile(
+    gain: float, wake_at: float
+) -> None:
+    """These 32 rows commit 6.4 tokens in the 4 ms that the missing draft takes."""
+    policy, each = (
+        policy_after(step_s={32: 0.02, 544: 0.02}, num_rows=32),
+        waiting_rows([0.1] * 32, runs_ahead=True),
+    )
+    policy.measured.draft_times(each[0].drafting).observe(0.0, 0.004, 0.0, 4, alone=True)
+    each[0].drafting.measured.gain = gain
+    found = policy.choose_rows(each[1:], each[:1], 0, now=0.0)
+    assert (len(found.rows), found.wake_at) == (0 if wake_at else 32, pytest.approx(wake_at))
+
+
+@pytest.mark.parametrize(("beside_s", "wait_s"), [(0.004, 0.0), (0.008, 0.004)])
+def test_rows_wait_for_drafts_that_a_step_beside_them_would_make_late(
+    beside_s: float, wait_s: float
+) -> None:
+    """Half of the rows take 5.5 ms and then again; or all of them 8, after a wait of 4."""
+    measured = policy_after(step_s={80: 0.0055, 160: 0.008}, num_rows=32).measured
+    each, times = waiting_rows([0.11] * 32), measured.draft_times(row())
+    for at in range(40):
+        times.observe(at, beside_s if at % 2 else 0.004, 0.004, 4, alone=at % 2 == 0)
+    assert Waiting(measured, 4).start_at(each[:16], each[16:], 0, 0.0) == pytest.approx(wait_s)
+
+
+@pytest.mark.parametrize("hidden", ["by others' steps", "ahead"])
+def test_time_of_drafts_that_nothing_waits_for_is_no_price_of_their_tokens(hidden: str) -> None:
+    policy, each = policy_after((d := row(12), chain_round(2, 1)), step_s={1: 0.0048}), [d]
+    policy.measured.draft_times(d).observe(0.0, 0.009, 0.008, 4, alone=True)
+    assert policy.choose_counts(each) == [1]
+    if hidden == "ahead":
+        d.measured.free_hits.mean = 1.0
+    else:
+        policy.step_done(StepDone(8, 1, 1, 0.0, 0, comparable=False))
+    assert policy.choose_counts(each)[0] > 1
+
+
+def test_longer_drafts_in_vain_are_tried_in_few_steps() -> None:
+    policy, tried = policy_after(step_s=EVEN_STEP_S), 0
+    for i in range(4000):
+        policy.step_done(
+            StepDone(1, 1, 1, float(i), 0, comparable=False, proposer_ids=frozenset("a"))
+        )
+        tried += policy._unknown
+    assert 0 < tried < 0.05 * 4000
 
 
 def test_row_whose_patience_ends_is_asked_about_though_all_wait() -> None:
