@@ -63,6 +63,19 @@ def test_row_whose_first_draft_was_not_requested_asks_for_one_with_its_next_comm
     assert row.drafting.num_draft_tokens == 4
 
 
+def test_row_of_another_proposer_has_nothing_of_the_one_before() -> None:
+    tracker = DraftTracker(AdaptivePolicy(4))
+    tracker.attach(row := row_of(tracker), DraftOffer("a", 4), 0.0)
+    d, kept = row.drafting, row.drafting.measured
+    d.measured.accepted.add(0.0, 9.0)
+    d.awaited.blocks, d.breaker.rounds_left = 5, 16
+    tracker.attach(row, DraftOffer("a", 2), 1.0)
+    assert (d.measured, d.awaited.blocks, d.breaker.rounds_left) == (kept, 5, 16), "it is the same"
+    tracker.attach(row, DraftOffer("b", 4), 2.0)
+    assert (d.measured.accepted.weight, d.awaited.blocks, d.breaker.rounds_left) == (0.0, 0, 0)
+    assert d.kind == ("b ", d.offered.sampled)
+
+
 @pytest.mark.parametrize("spell", [1, 4])
 def test_each_method_of_a_proposer_is_learned_by_its_own_rounds(spell: int) -> None:
     """One row, whose rounds are learned several at a time: one method is right, the other wrong."""

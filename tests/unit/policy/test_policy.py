@@ -15,7 +15,7 @@ from outrider.config import SPECULATION_POLICIES, EngineConfig
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import FixedPolicy, Policy
-from outrider.policy.circuit_breaker import CircuitBreaker
+from outrider.policy.circuit_breaker import MISSES_ALLOWED, CircuitBreaker
 from outrider.policy.waiting import MAX_PATIENCE_S
 from outrider.rounds import Round
 from outrider.rpc.feature_codec import SessionMessage
@@ -279,7 +279,11 @@ def test_a_silent_proposers_pause_grows_and_a_useful_draft_ends_it_at_once() -> 
     assert not breaker.rounds_left
     assert breaker.missed(), "one draft says little"
     breaker.close(verified=True)
-    assert not breaker.missed()
+    assert [breaker.missed() for _ in range(MISSES_ALLOWED)].count(True) == 1
+    breaker.close(verified=True)
+    for _ in range(10):
+        assert not any(breaker.missed() for _ in range(MISSES_ALLOWED - 1))
+        breaker.close()  # misses that are not in a row
 
 
 @pytest.mark.parametrize(
