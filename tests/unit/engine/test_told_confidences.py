@@ -28,6 +28,7 @@ from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import Policy
 from outrider.policy.row import Drafting, Offered
 from outrider.types import Request
+from outrider.vllm.hosted_row import HostedRow
 from tests.support.models.hash_model import HashModel
 from tests.support.models.hash_trees import HashTrees
 from tests.support.simulators.methods import VOCAB, Clock, draft_model
@@ -42,7 +43,9 @@ def test_confidences_of_unlike_gaps_rise_and_stay_within_a_byte() -> None:
     assert told[3] == round(128 + 16 * np.log(np.expm1(2.0)))
 
 
-@pytest.mark.parametrize("rule", [VerificationRule.COUPLED, VerificationRule.REJECTION])
+@pytest.mark.parametrize(
+    "rule", [VerificationRule.COUPLED, VerificationRule.REJECTION, VerificationRule.BLOCK]
+)
 def test_confidences_choose_nothing_under_rules_that_look_at_drafts(rule: VerificationRule) -> None:
     """Under rejection sampling a cut by the draft's own tokens would change the text's law."""
     request = Request(
@@ -60,8 +63,11 @@ def test_confidences_choose_nothing_under_rules_that_look_at_drafts(rule: Verifi
         submitted_at=0.0,
     )
     seq.take_block(DraftTree.chain(2, (3, 4), (), bytes((200, 90))))
-    told = choose_draft(seq, 4).confidences
-    assert told == (bytes((200, 90)) if rule is VerificationRule.COUPLED else b"")
+    hosted = HostedRow("a", request, seq.drafting, max_len=10, stop_ids=frozenset(), started_at=0.0)
+    hosted.take_block(DraftTree.chain(2, (3, 4), (), bytes((200, 90))))
+    hosted.num_drafted = 2
+    for told in (choose_draft(seq, 4).confidences, hosted.nodes.confidences):
+        assert told == (bytes((200, 90)) if rule is VerificationRule.COUPLED else b"")
 
 
 @given(st.data())
