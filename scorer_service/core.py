@@ -123,10 +123,9 @@ class ScorerCore:
         drafts: DraftSide = LocalDrafts(hub.blocks, data_port)
         if isinstance(engine, VllmEngine):
             drafts = RelayedDrafts(engine.draft_target) if engine.draft_target else NoDrafts()
-        else:
-            self._constraints = await asyncio.wrap_future(
-                in_thread(lambda: Constraints.load(folder, info))
-            )
+        self._constraints = await asyncio.wrap_future(
+            in_thread(lambda: Constraints.load(folder, info))
+        )
         if colocated is not None:
             attach(hub.registry, thread, colocated, served)
         return Serving(engine, hub, served, info, self._constraints, drafts)

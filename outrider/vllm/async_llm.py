@@ -112,15 +112,15 @@ def stream(
     request_id: str,
     prompt_token_ids: Sequence[int],
     fields: dict[str, Any],
-    structured: dict[str, Any] | None,
     adapter: LoRARequest | None,
 ) -> AsyncGenerator[Any, None]:
-    """Return vLLM's outputs of new tokens; closing or cancelling it aborts the request."""
-    params = SamplingParams(
-        **fields,
-        output_kind=RequestOutputKind.DELTA,
-        structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
-    )
+    """Return vLLM's outputs of new tokens; closing or cancelling it aborts the request.
+
+    `fields` are those of `SamplingParams`.
+    """
+    structured = fields.get("structured_outputs")
+    given = {"structured_outputs": StructuredOutputsParams(**structured)} if structured else {}
+    params = SamplingParams(**fields | given, output_kind=RequestOutputKind.DELTA)
     params.temperature = fields["temperature"]  # vLLM raises what is below 0.01
     prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids))
     outputs: AsyncGenerator[Any, None] = llm.generate(

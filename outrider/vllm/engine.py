@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -49,6 +51,7 @@ from outrider.vllm.stats import Load
 
 _LOOK_S: Final = 1.0
 _REASON_CHARS: Final = 500
+_STACK_BYTES: Final = 2**27  # reserved; the longest constraint takes 100 MB
 _WARM_UP: Final = (
     (SamplingParams(temperature=0.0), None),
     (SamplingParams(temperature=1.0, seed=1), 1),
@@ -108,6 +111,7 @@ class VllmEngine:
         os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"  # session ids are unique
         # This process has threads, gRPC's among them, and cannot be forked.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        _deepen_stacks()
         try:
             from outrider.vllm.async_llm import build, facts
         except ImportError as error:
@@ -213,12 +217,14 @@ class VllmEngine:
         self._folder.close()
 
     def submit(self, request: Request, constraint: Any = None) -> None:  # noqa: ARG002
-        """Hand a request to vLLM, which compiles the request's constraint itself."""
+        """Hand a request to vLLM, which compiles the request's constraint again."""
         info = self._info
         if info is None or not self.running:
             raise UnavailableError("The engine is not running.")
         info.check(request)
         fields = sampling_fields(request, info, self._can)
+        if request.constraint is not None:
+            fields["structured_outputs"] = structured_fields(request.constraint)
         if len(self._tasks) >= info.max_num_seqs + info.max_waiting:
             raise CapacityError("Too many requests wait already. Try again later.")
         progress = Progress(request, self._can.num_speculative_tokens, self._can.rule(request))
@@ -262,8 +268,6 @@ class VllmEngine:
     async def _run(self, request: Request, fields: dict[str, Any], progress: Progress) -> None:
         from outrider.vllm.async_llm import ClientError, EngineDeadError, stream
 
-        constraint = request.constraint
-        structured = None if constraint is None else structured_fields(constraint)
         session_id = request.session_id
         first = True
         try:
@@ -272,7 +276,6 @@ class VllmEngine:
                 str(session_id),
                 request.prompt_token_ids,
                 fields,
-                structured,
                 self._adapters.get(request.adapter),
             )
             async for output in outputs:
@@ -291,7 +294,7 @@ class VllmEngine:
         except OutriderError as error:
             failure: OutriderError = error
         except (ClientError, ValueError) as error:
-            param = None if constraint is None else constraint.kind.value
+            param = None if request.constraint is None else request.constraint.kind.value
             reason = " ".join(str(error).split())  # a constraint's has several lines
             refusal = f"vLLM refuses this: {reason[:_REASON_CHARS]}"
             failure = InvalidRequestError(refusal, param=param)
@@ -336,6 +339,18 @@ class VllmEngine:
             if task is not current:
                 task.cancel()
         self._on_events(StepEvents((), failures, None))
+
+
+def _deepen_stacks() -> None:
+    """Let this process's threads and vLLM's processes follow a constraint's references.
+
+    llguidance does so by recursion, on whatever thread vLLM calls it.
+    """
+    threading.stack_size(_STACK_BYTES)  # of threads from now on
+    most, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    wanted = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
+    if most != resource.RLIM_INFINITY and most < wanted:
+        resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
 
 
 def _import_failed(error: ImportError) -> str:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from outrider.engine.sampling.grammar import mended
 from outrider.errors import InvalidRequestError, UnavailableError
 from outrider.params import Constraint, ConstraintKind, VerificationRule
 from outrider.types import EngineInfo, Request
 from outrider.vllm.requests import Extras
 
-_STRUCTURED: Final[dict[ConstraintKind, Callable[[str], dict[str, Any]]]] = {
-    ConstraintKind.JSON_OBJECT: lambda _: {"json_object": True},
-    ConstraintKind.JSON_SCHEMA: lambda source: {"json": source},
-    ConstraintKind.REGEX: lambda source: {"regex": source},
-    ConstraintKind.GRAMMAR: lambda source: {"grammar": source},
+_STRUCTURED: Final = {
+    ConstraintKind.JSON_OBJECT: "json",
+    ConstraintKind.JSON_SCHEMA: "json",
+    ConstraintKind.REGEX: "regex",
+    ConstraintKind.GRAMMAR: "grammar",
 }
 """Fields of vLLM's `StructuredOutputsParams`."""
 
@@ -74,8 +74,15 @@ def sampling_fields(request: Request, info: EngineInfo, can: Abilities) -> dict[
 
 
 def structured_fields(constraint: Constraint) -> dict[str, Any]:
-    """Return the fields of vLLM's `StructuredOutputsParams`."""
-    return _STRUCTURED[constraint.kind](constraint.source)
+    """Return the fields of vLLM's `StructuredOutputsParams`, for the native engine's language.
+
+    Raises `InvalidRequestError` for a constraint that the native engine would refuse, too.
+    """
+    try:
+        return {_STRUCTURED[constraint.kind]: mended(constraint)}
+    except ValueError as error:
+        param = constraint.kind.value
+        raise InvalidRequestError(f"{param} cannot be used: {error}.", param=param) from error
 
 
 def _check(request: Request, can: Abilities) -> None:

@@ -30,7 +30,7 @@ def test_low_temperature_is_the_requests_own() -> None:
             self.params = params
 
     engine = Engine()
-    stream(cast("Any", engine), "a", [1], {"temperature": 0.001}, None, None)
+    stream(cast("Any", engine), "a", [1], {"temperature": 0.001}, None)
     assert engine.params.temperature == 0.001
 
 

@@ -33,6 +33,7 @@ LIMITS = ("--model", "embedded", "--max-num-seqs", 8, "--max-model-len", 512)
 SMALL = (*LIMITS, "--kv-cache-memory", 64)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 GREEDY = common_pb2.SamplingParams(temperature=0.0)
+ENDLESS = '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'
 TEXTS = ("def fibonacci(n):\n", "class Stack:\n    def push(self, item):\n", "import os\n")
 Request = scorer_pb2.ScorerServiceGenerateRequest
 Response = scorer_pb2.ScorerServiceGenerateResponse
@@ -196,11 +197,22 @@ async def test_edits_of_logits_and_constraints_hold(
     assert dated[-1].finish_reason == common_pb2.FINISH_REASON_STOP
 
 
+async def test_longest_chain_of_references_ends_no_process(vllm: dict[str, str]) -> None:
+    """llguidance follows them by recursion, in the scorer and in vLLM's engine."""
+    chain: dict[str, Any] = {"d7000": {"type": "integer"}}
+    chain |= {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(7000)}
+    schema = json.dumps({"$defs": chain, "$ref": "#/$defs/d0"})
+    constraint = common_pb2.Constraint(json_schema=schema)
+    for _ in range(2):
+        assert tokens_of(await generate(vllm["grpc"], [7], constraint=constraint))
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"speculation": {"verification": {"rule": "VERIFICATION_RULE_COUPLED"}}}, "verification"),
         ({"constraint": {"regex": "((("}}, "regex"),
+        ({"constraint": {"json_schema": ENDLESS}}, "json_schema"),
         ({"prompt_token_ids": [8192]}, "prompt"),
     ],
 )

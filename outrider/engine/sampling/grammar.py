@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from concurrent.futures import Future
+from functools import lru_cache
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -63,17 +64,42 @@ def new_matcher(tokenizer: LLTokenizer, constraint: Constraint) -> LLMatcher:
 
 def _grammar_of(constraint: Constraint) -> str:
     """Translate a constraint to llguidance's own format. Raises `ValueError`."""
-    source = constraint.source
+    source = mended(constraint)
     if constraint.kind is ConstraintKind.REGEX:
         return LLMatcher.grammar_from_regex(source)
     if constraint.kind is ConstraintKind.GRAMMAR:
+        return LLMatcher.grammar_from_lark(source)
+    return LLMatcher.grammar_from_json_schema(source, defaults=_JSON_OPTIONS)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def mended(constraint: Constraint) -> str:
+    """Return a constraint's source without what llguidance would get stuck in.
+
+    That of a JSON object is a schema. Takes up to seconds if it is new. Raises `ValueError` for a
+    source that has no such form.
+    """
+    if constraint.kind is ConstraintKind.REGEX:
+        return constraint.source
+    if constraint.kind is ConstraintKind.GRAMMAR:
         # No limit bounds the search for a text in an intersection.
-        if _INTERSECTION.search(_LITERAL.sub("", source)):
+        if _INTERSECTION.search(_LITERAL.sub("", constraint.source)):
             raise ValueError("terminals with & or ~ are not supported, write what they may be")
-        return LLMatcher.grammar_from_lark(_with_mended_schemas(source))
+        return _with_mended_schemas(constraint.source)
     anything = constraint.kind is ConstraintKind.JSON_OBJECT
-    schema = '{"type": "object"}' if anything else without_dead_ends(source)
-    return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # type: ignore[arg-type]
+    return _mended_schema('{"type": "object"}' if anything else constraint.source)
+
+
+def _mended_schema(source: str) -> str:
+    mended = without_dead_ends(source)
+    try:
+        schema = json.loads(mended)
+    except (json.JSONDecodeError, RecursionError):
+        return mended  # llguidance refuses it
+    given = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if isinstance(given, dict):
+        schema["x-guidance"] = {**_JSON_OPTIONS, **given}
+    return json.dumps(schema)
 
 
 def _with_mended_schemas(source: str) -> str:
@@ -88,9 +114,7 @@ def _with_mended_schemas(source: str) -> str:
             at = found.end()
             continue
         schema, end = json_text.raw_decode(source, found.end())
-        mended = json.loads(without_dead_ends(json.dumps(schema)))
-        mended["x-guidance"] = {**_JSON_OPTIONS, **mended.get("x-guidance", {})}
-        parts += [source[at : found.end()], json.dumps(mended)]
+        parts += [source[at : found.end()], _mended_schema(json.dumps(schema))]
         at = end
     return "".join([*parts, source[at:]])
 

@@ -391,6 +391,11 @@ async def test_constraints_when_compilation_is_slow_have_a_deadline_and_a_bound(
         service.close()
 
 
+def test_schema_with_options_of_a_wrong_type_in_a_grammar_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="invalid type"):
+        editor(GRAMMAR, 'start: %json {"x-guidance": 5}')
+
+
 async def test_constraints_service_with_any_constraint_compiles_or_refuses_it() -> None:
     service = Constraints(COMPILER)
     edited = await service.editor(request("a+"))

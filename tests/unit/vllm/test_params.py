@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -59,14 +60,34 @@ def test_fields_name_every_token_that_ends_the_text(ignore_eos: bool, ends: list
 @pytest.mark.parametrize(
     ("kind", "source", "fields"),
     [
-        ("json_object", "", {"json_object": True}),
-        ("json_schema", "{}", {"json": "{}"}),
         ("regex", "a+", {"regex": "a+"}),
         ("grammar", "start: /a/", {"grammar": "start: /a/"}),
     ],
 )
 def test_constraint_of_each_kind_has_a_field(kind: str, source: str, fields: object) -> None:
     assert structured_fields(Constraint(ConstraintKind(kind), source)) == fields
+
+
+def test_json_has_the_native_engines_white_space() -> None:
+    for kind, source in (("json_object", ""), ("json_schema", '{"type": "object"}')):
+        fields = structured_fields(Constraint(ConstraintKind(kind), source))
+        schema = json.loads(fields["json"])
+        assert schema["type"] == "object"
+        assert schema["x-guidance"]["whitespace_pattern"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),
+        ("json_schema", '{"const": "\\u0001"}'),
+        ("grammar", "start: A\nA: /[a-c]+/ & /[d-f]+/"),
+    ],
+)
+def test_constraint_without_end_is_refused_by_name(kind: str, source: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{kind} cannot be used") as caught:
+        structured_fields(Constraint(ConstraintKind(kind), source))
+    assert caught.value.param == kind
 
 
 @pytest.mark.parametrize(
