@@ -69,7 +69,11 @@ class ServerOptions:
         p.add_argument("--speculation-policy", choices=SPECULATION_POLICIES, default="adaptive")
         p.add_argument("--hidden-features")
         add_deployment_flags(p)
-        given = vars(p.parse_args(shlex.split(flags)))
+        try:
+            words = shlex.split(flags)
+        except ValueError as error:
+            p.error(f"{error} in {flags}")
+        given = vars(p.parse_args(words))
         given["deployment"] = take_deployment(given)
         given["scorer_id"] = given["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
         for name in ("port", "data_port", "metrics_port"):

@@ -366,7 +366,12 @@ def _first_line(error: Exception) -> str:
     """Return what an error says, without pydantic's values, which are pages long."""
     text = str(error)
     if callable(listed := getattr(error, "errors", None)):
-        words = (str(each.get("msg", "")).removeprefix("Value error, ") for each in listed())
-        text = "; ".join(words)
+        text = "; ".join([_named(each) for each in listed()])
     lines = (line.strip() for line in text.splitlines())
     return next((line for line in lines if line), type(error).__name__)
+
+
+def _named(error: dict[str, Any]) -> str:
+    """Return one of pydantic's errors after the setting that it is about, if it is about one."""
+    message = str(error.get("msg", "")).removeprefix("Value error, ")
+    return ": ".join([*map(str, error.get("loc", ())), message])

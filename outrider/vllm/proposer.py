@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from outrider.config import HAND_OVER_S
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.params import VerificationRule
+from outrider.params import MAX_SPECULATIVE_TOKENS, VerificationRule
 from outrider.types import RequestStats
 from outrider.vllm import adapter, versions
 from outrider.vllm.ahead.branch_table import BranchTable
@@ -51,6 +51,8 @@ class RemoteProposer:
     def __init__(self, vllm_config: Any) -> None:
         """Read the plug-in's flags. Raises `ConfigError`."""
         self._served = served = adapter.read_config(vllm_config)
+        if served.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:  # of which nobody could be asked
+            raise ConfigError(f"num_speculative_tokens is {MAX_SPECULATIVE_TOKENS} at most.")
         self._options = ServerOptions.parse(served.flags, served.data_parallel_rank)
         self._runner: Any = None
         self._host: DraftHost | None = None  # on tensor-parallel rank 0

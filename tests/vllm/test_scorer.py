@@ -427,6 +427,10 @@ async def test_drained_scorer_ends_its_requests_and_takes_no_more(
     ("flags", "reason"),
     [
         (("--no-such-flag",), "vLLM's flags: unrecognized arguments: --no-such-flag"),
+        (
+            ("--tensor-parallel-size", 0),
+            "[^:]*this: tensor_parallel_size: Input should be",
+        ),
         (("--quantization", "awq"), "vLLM does not serve this: [^;]* awq"),
         (("--kv-cache-memory-bytes", 1000), "vLLM does not serve this: No available memory"),
         (("--async-scheduling",), "--async-scheduling takes no proposers here: vLLM turned it off"),

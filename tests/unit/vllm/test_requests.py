@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.params import Advice, SpeculationParams
+from outrider.params import MAX_SPECULATIVE_TOKENS, Advice, SpeculationParams
 from outrider.vllm import adapter
 from outrider.vllm.draft_server import ServerOptions
+from outrider.vllm.proposer import RemoteProposer
 from outrider.vllm.requests import Extras
 
 
@@ -52,10 +55,20 @@ def test_flags_are_a_scorers() -> None:
     assert (options.scorer_id, options.deployment.drain_grace_s) == ("s", 3.0)
 
 
-@pytest.mark.parametrize("flags", ["--prot 1", "--port x", "--tls-key missing"])
+@pytest.mark.parametrize("flags", ["--prot 1", "--port x", "--tls-key missing", "--host 'a"])
 def test_flags_that_are_wrong_are_refused_by_name(flags: str) -> None:
     with pytest.raises(ConfigError, match="--"):
         ServerOptions.parse(flags)
+
+
+def test_more_draft_tokens_than_a_request_may_ask_for_end_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each request would be refused its drafts."""
+    served = SimpleNamespace(num_speculative_tokens=MAX_SPECULATIVE_TOKENS + 1)
+    monkeypatch.setattr(adapter, "read_config", lambda _: served)
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 128 at most"):
+        RemoteProposer(None)
 
 
 def test_seed_without_one_differs_by_request_and_not_by_process() -> None:
