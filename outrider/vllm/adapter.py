@@ -30,7 +30,7 @@ class Served:
     num_speculative_tokens: int
     max_num_seqs: int
     seed: int  # of requests without one
-    data_parallel_rank: int
+    replica: int  # the number of this one among data-parallel ones
     num_ranks: int  # that share each layer
     flags: str
     """The plug-in's own flags: `--additional-config '{"outrider": "..."}'`."""
@@ -50,7 +50,7 @@ def read_config(config: Any) -> Served:
         num_speculative_tokens=config.speculative_config.num_speculative_tokens,
         max_num_seqs=config.scheduler_config.max_num_seqs,
         seed=model.seed or 0,
-        data_parallel_rank=config.parallel_config.data_parallel_rank,
+        replica=config.parallel_config.data_parallel_index,  # its rank is 0 in dense models
         num_ranks=config.parallel_config.tensor_parallel_size,
         flags=str((config.additional_config or {}).get("outrider", "")),
     )

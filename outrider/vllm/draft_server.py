@@ -54,8 +54,8 @@ class ServerOptions:
     deployment: Deployment
 
     @staticmethod
-    def parse(flags: str, rank: int = 0) -> ServerOptions:
-        """Read a line of flags; data-parallel rank `rank` listens that much above the ports.
+    def parse(flags: str, replica: int = 0) -> ServerOptions:
+        """Read a line of flags; data-parallel ranks listen above the ports of the one before.
 
         Raises `ConfigError`.
         """
@@ -74,10 +74,10 @@ class ServerOptions:
         except ValueError as error:
             p.error(f"{error} in {flags}")
         given = vars(p.parse_args(words))
+        for name in ("port", "data_port", "metrics_port", "health_port"):
+            given[name] = given[name] and given[name] + 2 * replica
         given["deployment"] = take_deployment(given)
         given["scorer_id"] = given["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
-        for name in ("port", "data_port", "metrics_port"):
-            given[name] += 2 * rank if given[name] else 0
         return ServerOptions(**given)
 
 

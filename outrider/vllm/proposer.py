@@ -53,7 +53,7 @@ class RemoteProposer:
         self._served = served = adapter.read_config(vllm_config)
         if served.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:  # of which nobody could be asked
             raise ConfigError(f"num_speculative_tokens is {MAX_SPECULATIVE_TOKENS} at most.")
-        self._options = ServerOptions.parse(served.flags, served.data_parallel_rank)
+        self._options = ServerOptions.parse(served.flags, served.replica)
         self._runner: Any = None
         self._host: DraftHost | None = None  # on tensor-parallel rank 0
         self._server: DraftServer | None = None

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from outrider.vllm import versions
+from tests.vllm.conftest import PLUGIN, TARGET
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
@@ -32,6 +33,18 @@ def test_low_temperature_is_the_requests_own() -> None:
     engine = Engine()
     stream(cast("Any", engine), "a", [1], {"temperature": 0.001}, None)
     assert engine.params.temperature == 0.001
+
+
+def test_replicas_of_a_dense_model_listen_at_ports_of_their_own() -> None:
+    """vLLM gives each of them rank 0."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from outrider.vllm.adapter import read_config
+
+    args = EngineArgs(str(TARGET), dtype="float32", speculative_config=PLUGIN)
+    config = args.create_engine_config()
+    config.parallel_config.data_parallel_index = 1
+    assert read_config(config).replica == 1
 
 
 def test_places_of_draft_tokens_are_where_vllm_reads_them() -> None:

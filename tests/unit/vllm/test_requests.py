@@ -50,9 +50,11 @@ def test_wrong_extra_is_refused_by_name(name: str, value: object) -> None:
 
 
 def test_flags_are_a_scorers() -> None:
-    options = ServerOptions.parse("--port 7100 --scorer-id s --drain-grace-seconds 3", rank=2)
+    flags = "--port 7100 --health-port 80 --scorer-id s --drain-grace-seconds 3"
+    options = ServerOptions.parse(flags, replica=2)
     assert (options.port, options.data_port, options.metrics_port) == (7104, 7006, 0)
     assert (options.scorer_id, options.deployment.drain_grace_s) == ("s", 3.0)
+    assert options.deployment.health_port == 84
 
 
 @pytest.mark.parametrize("flags", ["--prot 1", "--port x", "--tls-key missing", "--host 'a"])
