@@ -12,14 +12,26 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-_WATCH: Final = 'while read -r pid; do set -- "$@" "$pid"; done; kill -9 "$@" 2>/dev/null'
-"""Reads process ids until the end of its standard input, which comes with this process's end."""
+_WATCH: Final = r"""
+tree() {
+    grep -q resource_tracker "/proc/$1/cmdline" 2>/dev/null && return
+    echo "$1"
+    for child in $(cat "/proc/$1"/task/*/children 2>/dev/null); do tree "$child"; done
+}
+while read -r pid; do set -- "$@" "$pid"; done
+kill -9 $(for pid; do tree "$pid"; done) 2>/dev/null
+"""
+"""Reads process ids until the end of its standard input, which comes with this process's end.
+
+Then it kills them and their own children, but for those that clear away shared memory: these end by
+themselves after the others.
+"""
 _LOOK_S: Final = 0.1
 _END_S: Final = 5.0
 
 
 class Reaper:
-    """A shell that kills this process's children once this process is gone.
+    """A shell that kills this process's children, and theirs, once this process is gone.
 
     Children must be spawned: a forked one would keep the shell's standard input open.
     """
