@@ -147,6 +147,22 @@ def _check_scales(folder: Path, stored: StoredFormat, tensors: Mapping[str, Stor
             )
 
 
+def check_float8(folder: Path) -> None:
+    """Raise `ConfigError` if config.json names float8 weights, and no file holds any.
+
+    vLLM would read other weights as such, without scales, and serve what comes of it.
+    """
+    named = read_json(folder / "config.json").get("quantization_config")
+    if not isinstance(named, dict) or str(named.get("quant_method")).lower() != "fp8":
+        return
+    headers = [_read_header(path) for path in sorted(folder.glob("*.safetensors"))]
+    if headers and not any(t.dtype.startswith("F8") for each in headers for t in each.values()):
+        raise ConfigError(
+            f"{folder} is quantised (fp8) by its config.json, but no tensor in it is of 8 bits. "
+            "Leave quantization_config out of config.json, or download the weights that it names."
+        )
+
+
 def read_headers(folder: Path, files: Iterable[str]) -> dict[str, StoredTensor]:
     """Return the tensors of safetensors files by name. Raises `ConfigError`.
 

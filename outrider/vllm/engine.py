@@ -29,6 +29,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.models.eos import read_eos_token_ids
+from outrider.models.weight_files import check_float8
 from outrider.params import SamplingParams, StopParams, VerificationRule
 from outrider.process.temporary import run_folder, temporary_folder
 from outrider.process.watchdog import PATIENCE_S
@@ -104,6 +105,7 @@ class VllmEngine:
         Raises `ConfigError` with vLLM's own words for flags that it refuses.
         """
         folder = self._resolve()
+        check_float8(folder)
         eos_token_ids = read_eos_token_ids(folder)
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout says "ready"
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(timeout_s)))

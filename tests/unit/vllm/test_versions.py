@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,21 @@ def test_vllm_that_cannot_be_imported_ends_the_start_with_the_reason(
     folder = Path(resolve_model("embedded", "target"))
     engine = VllmEngine(lambda: folder, VllmOptions("model", "name", "float32"), print)
     with pytest.raises(ConfigError, match=reason):
+        engine.start(1.0)
+    engine.stop(1.0)
+
+
+def test_weights_that_are_not_the_float8_of_config_json_end_the_start(tmp_path: Path) -> None:
+    """vLLM serves them, as nonsense."""
+    folder = Path(resolve_model("embedded", "target"))
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = VllmEngine(lambda: tmp_path, VllmOptions("model", "name", "float32"), print)
+    with pytest.raises(ConfigError, match="no tensor in it is of 8 bits"):
         engine.start(1.0)
     engine.stop(1.0)
 
