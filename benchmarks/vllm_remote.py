@@ -42,6 +42,7 @@ from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 
 _BASE, _OURS, _AHEAD = "vllm none", "vllm + outrider ", " ahead"
+_WITHIN = " within"  # vLLM's worker
 _BARE = "vllm bare K="  # wrong drafts from within: how fast a round with drafts can be
 _DRAFT_MODEL, _EAGLE3 = "vllm draft_model", "vllm eagle3"
 _METHODS = ("draft_model", "eagle3", "suffix", "ngram")
@@ -101,11 +102,13 @@ class _Bare(_Timed):
 class _Drafted(_Timed):
     """vLLM with Outrider's proposer."""
 
-    proposer: Child
+    proposer: Child | None  # None: within vLLM's worker
     port: int
 
     def wait_attached(self, timeout_s: float) -> None:
         """Wait until the proposer drafts for the engine. Raises `ProcessError`."""
+        if self.proposer is None:
+            return
         self.proposer.ready(timeout_s)
         deadline = time.monotonic() + timeout_s
         while not self.counts().get("proposers_attached"):
@@ -121,7 +124,7 @@ class _Drafted(_Timed):
         """
         found = defaultdict(float, super().counts())
         with contextlib.suppress(ProcessError):  # its next run tells why
-            for port in (self.port + 2, self.port + 3):
+            for port in (self.port + 2, self.port + 3)[: 1 if self.proposer is None else 2]:
                 for sample in samples(f"http://127.0.0.1:{port}"):
                     name = sample.name.removeprefix("outrider:")
                     if (label := _COUNTED.get(name)) is not None:
@@ -161,7 +164,7 @@ class _Drafted(_Timed):
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
         run = super().run(prompts, max_tokens, concurrency)
-        if not self.proposer.running:
+        if self.proposer is not None and not self.proposer.running:
             raise ProcessError(f"the proposer ended{self.proposer.tail()}")
         return run
 
@@ -174,6 +177,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--methods", nargs="+", choices=_METHODS, default=["draft_model"])
     p.add_argument("--more-tokens", type=int, nargs="+", default=[], help="other K of Outrider's")
     p.add_argument("--ahead", action="store_true", help="Outrider's with --async-scheduling, too")
+    p.add_argument("--within", action="store_true", help="Outrider's in vLLM's worker, too")
     p.add_argument("--without", nargs="+", default=[], help='systems to leave out, by "vllm NAME"')
     p.add_argument("--options", type=json.loads, default={}, help="JSON: arguments of vLLM's LLM")
     p.add_argument("--port", type=int, default=7001, help="the first of four ports of each K")
@@ -262,12 +266,16 @@ def _start(
             times = log_dir / f"times-{port}.json"
             flags = f"--port {port} --data-port {port + 1} --metrics-port {port + 2}"
             method = None if name == bare else ours[name][0]
-            if method == "eagle3":
+            within = method is not None and _WITHIN in name
+            if method is not None and within:
+                drafting = shlex.join(_drafting(args, method))
+                flags += f" --in-process-proposer {shlex.quote(drafting)}"
+            elif method == "eagle3":
                 flags += f" --hidden-features {states_read(method, args.eagle3)}"
             plugin = {"outrider": flags, "times": str(times)}
-            proposer = method and _proposer(args, method, log_dir, children, port)
+            proposer = None if within else _proposer(args, method, log_dir, children, port)
             engine = peers.start(name, **options, additional_config=plugin)
-            if not proposer:
+            if method is None:
                 return _Bare(**vars(engine), times=times)
             system = _Drafted(**vars(engine), times=times, proposer=proposer, port=port)
             system.wait_attached(args.start_timeout)
@@ -293,21 +301,30 @@ def _ours(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
         for method in args.methods
         for k in (args.num_speculative_tokens, *args.more_tokens)
     }
+    found |= {f"{name}{_WITHIN}": each for name, each in found.items() if args.within}
     return found | {f"{name}{_AHEAD}": each for name, each in found.items() if args.ahead}
 
 
-def _proposer(
-    args: argparse.Namespace, method: str, log_dir: Path, children: list[Child], port: int
-) -> Child:
-    """Start a proposer, which dials until the engine listens."""
-    command = ["proposer_service", "--exit-with-parent", "--scorer", f"127.0.0.1:{port}"]
-    command += ["--port", "0", "--metrics-port", f"{port + 3}", "--method", method]
+def _drafting(args: argparse.Namespace, method: str) -> list[str]:
+    """Return the flags that say how to draft."""
+    words = ["--method", method, "--dtype", "bfloat16"]
     if method == "draft_model":
-        command += ["--model", str(resolve_model(args.draft_model, "draft"))]
+        words += ["--model", str(resolve_model(args.draft_model, "draft"))]
     elif method == "eagle3":  # vLLM verifies chains
         target = str(resolve_model(args.model, "target"))
-        command += ["--model", args.eagle3, "--target-model", target, "--tree-width", "1"]
-    command += ["--dtype", "bfloat16", "--device", args.device, *args.proposer_flags]
+        words += ["--model", args.eagle3, "--target-model", target, "--tree-width", "1"]
+    return [*words, *args.proposer_flags]
+
+
+def _proposer(
+    args: argparse.Namespace, method: str | None, log_dir: Path, children: list[Child], port: int
+) -> Child | None:
+    """Start a proposer, which dials until the engine listens; None without a method."""
+    if method is None:
+        return None
+    command = ["proposer_service", "--exit-with-parent", "--scorer", f"127.0.0.1:{port}"]
+    command += ["--port", "0", "--metrics-port", f"{port + 3}", "--device", args.device]
+    command += _drafting(args, method)
     env = {"CUDA_VISIBLE_DEVICES": args.gpus[-1]}
     return module_child(f"proposer-{port}", command, log_dir, children, env)
 

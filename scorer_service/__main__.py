@@ -27,7 +27,6 @@ _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cuda": {"max_num_batched_tokens": 2048, "kv_cache_memory": None, "page_size": 64},
 }
 _VLLM_DEFAULTS: dict[str, int | None] = {"max_num_batched_tokens": 0, "page_size": 0}
-_NATIVE_ONLY = ("in_process_proposer", "attention_backend")
 
 
 def parser() -> flag_types.RaisingParser:
@@ -92,6 +91,7 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
 
         args["in_process_proposer"] = methods = take(flags, args["model"], args["device"])
         args["hidden_features"] = args["hidden_features"] or states_of(methods)
+        args["proposer_flags"] = flags
     return args
 
 
@@ -159,16 +159,10 @@ def _engine(args: dict[str, Any]) -> str:
     engines.check_synthetic(engine, asked=bool(synthetic))
     if engine == engines.VLLM and args["kv_cache_dtype"] != KV_CACHE_DTYPES[0]:
         args["vllm_flags"] = ("--kv-cache-dtype", args["kv_cache_dtype"], *flags)
-    unfit = [name for name in _NATIVE_ONLY if args[name]]
-    if engine == engines.VLLM and unfit:
-        flag = f"--{unfit[0].replace('_', '-')}"
+    if engine == engines.VLLM and args["attention_backend"]:
         raise ConfigError(
-            f"{flag} is for --engine native. With vLLM, "
-            + (
-                f"give its own after --, as -- {flag} FLASH_ATTN."
-                if flag == "--attention-backend"
-                else "start a proposer beside it, or give its own --speculative-config after --."
-            )
+            "--attention-backend is for --engine native. With vLLM, give its own after --, as "
+            "-- --attention-backend FLASH_ATTN."
         )
     return engine
 

@@ -147,9 +147,9 @@ class ScorerOptions:
     )
     in_process_proposer: tuple[MethodConfig, ...] = setting(
         None,
-        "draft in this process, in turns with its steps: the flags of a proposer that say by which "
-        'methods, quoted, as "--method eagle3 --model FOLDER"; the fastest where target and draft '
-        "share a GPU",
+        "draft in this process (vLLM's worker with --engine vllm), in turns with its steps: the "
+        "flags of a proposer that say by which methods, quoted, as "
+        '"--method eagle3 --model FOLDER"; the fastest where target and draft share a GPU',
         metavar="FLAGS",
         resolved=True,
     )
@@ -159,6 +159,8 @@ class ScorerOptions:
     deployment: Deployment
     vllm_flags: tuple[str, ...]
     """In vLLM's own words: the flags of several devices, and those after "--"."""
+    proposer_flags: str | None = None
+    """`--in-process-proposer` as it was given, which vLLM's worker reads itself."""
 
     def for_vllm(self) -> VllmOptions:
         """Return what vLLM is to serve."""
@@ -172,6 +174,8 @@ class ScorerOptions:
         flags += ["--scorer-id", self.scorer_id, "--speculation-policy", self.speculation_policy]
         if self.hidden_features is not None:
             flags += ["--hidden-features", self.hidden_features]
+        if self.proposer_flags is not None:
+            flags += ["--in-process-proposer", self.proposer_flags]
         if self.listen_unix is not None:  # in the same folder, where proposers look for its data
             flags += ["--listen-unix", f"{self.listen_unix}.vllm"]
         if (tls := self.deployment.tls) is not None:

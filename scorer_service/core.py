@@ -151,7 +151,7 @@ class ScorerCore:
 
 
 def _in_process_proposer(options: ScorerOptions) -> InProcessProposer | None:
-    if not options.in_process_proposer:
+    if not options.in_process_proposer or options.engine == VLLM:  # there its worker drafts
         return None
     say = partial(runtime.progress, NAME)
     return InProcessProposer(

@@ -27,6 +27,7 @@ class Served:
     vocab_size: int
     max_model_len: int
     dtype: str
+    device: str  # cpu or cuda
     num_speculative_tokens: int
     max_num_seqs: int
     seed: int  # of requests without one
@@ -47,6 +48,7 @@ def read_config(config: Any) -> Served:
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
+        device=str(config.device_config.device_type),
         num_speculative_tokens=config.speculative_config.num_speculative_tokens,
         max_num_seqs=config.scheduler_config.max_num_seqs,
         seed=model.seed or 0,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from outrider.draft_port import HiddenStateControl, NoHiddenStates
+from outrider.draft_port import ColocatedProposer, HiddenStateControl, NoHiddenStates
 from outrider.draft_tree import DraftTree
 from outrider.rounds import chain_outcome
 from outrider.rows.tracker import DraftTracker
@@ -34,6 +34,7 @@ from outrider.types import (
 from outrider.vllm.accounting import Accounting, Emitted, Scheduled
 from outrider.vllm.ahead.branch_table import BranchTable
 from outrider.vllm.ahead.branches import Branches
+from outrider.vllm.colocated import HostedEngine
 from outrider.vllm.hidden_states.hosted import HostedStates
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
@@ -95,12 +96,20 @@ class DraftHost(Inbox):
         self._last_session = 0
         self._accounting = Accounting(self.tracker, clock)
         self._branches = Branches(policy, num_speculative_tokens, self._take_messages)
+        self.engine = HostedEngine(self._by_session, self._accounting.block_arrived)
+        """The host as a proposer on the stepping thread sees it."""
+        self._colocated: ColocatedProposer | None = None
         self._untold: StepEvents | None = None
         self._ended: OrderedDict[str, RequestStats] = OrderedDict()
 
     def keep(self, states: HostedStates) -> None:
         """Hand out hidden states; called once, before any request."""
         self.features = self._states = states
+        self.engine.features = states.on_thread
+
+    def draft_with(self, proposer: ColocatedProposer) -> None:
+        """Let a proposer draft on the stepping thread; called once, before any request."""
+        self._colocated = proposer
 
     # Any thread: the hub's calls.
 
@@ -237,11 +246,21 @@ class DraftHost(Inbox):
         features = None
         if self._states is not None:
             features = self._states.collect(self._by_session, names, step.rows)
+        if self._colocated is not None:
+            self._ask_colocated([each.row for each in step.emitted])
         self._untold = StepEvents(tuple(commits), (), step.timings, features=features)
+
+    def _ask_colocated(self, rows: Sequence[HostedRow]) -> None:
+        """Ask the proposer on this thread for drafts of rows that emitted tokens."""
+        if not self._policy.drafting:
+            for row in rows:
+                self.tracker.withhold(row)
+        self.engine.grew(rows)
 
     def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
         """Write drafts by how the running step may end for its rows; False if there can be none."""
-        if self._states is not None:  # they are read before the next step runs
+        # States are read, and drafts on this thread are made, before the next step runs.
+        if self._states is not None or self._colocated is not None:
             return False
         running = self._accounting.step.running.tokens
         rows = [self._rows[name] for name in places if name in running and name in self._rows]
@@ -270,6 +289,10 @@ class DraftHost(Inbox):
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
         rows = self._accounting.step.rows
+        if self._colocated is not None:
+            self._take_messages(0.0)
+            self._colocated.draft_between_steps(self.engine)
+            self.engine.heard()
         if None in [row.draft for row in rows]:
             self._wait_for_drafts(rows)
         drafts = dict.fromkeys(names, _NO_DRAFT)
@@ -339,6 +362,8 @@ class DraftHost(Inbox):
         if events is not None:
             self.listener.stepped(events)
         self.take_early()
+        if self._colocated is not None:
+            self._colocated.after_launch(self.engine)
 
     def take_early(self) -> None:
         """Take in what came while the device works, so as not to delay the next drafts by it."""
@@ -379,22 +404,18 @@ class DraftHost(Inbox):
 
     def _take_messages(self, timeout_s: float) -> list[HostedRow]:
         """Carry out what the event loop sent; wait for it so long. Returns rows with blocks."""
-        offers, blocks = self.take(timeout_s)
-        changed = []
+        offers, works, blocks = self.take(timeout_s)
         for session_id, offer in offers:
             row = self._by_session.get(session_id)
             if row is not None and not row.ended:
                 self.tracker.attach(row, offer, self._clock())
                 if self._states is not None:
                     self._states.follow(row, offer.features)
-        arrived = self._accounting.block_arrived
+        for session, work in works:
+            if session is None or session in self._by_session:
+                work(self.engine)
+        changed = []
         for session_id, queue in blocks.items():
-            row = self._by_session.get(session_id)
-            if row is None or row.ended:
-                continue
-            proposer_id = row.drafting.offered.proposer.proposer_id
-            for block in queue:
-                if block.proposer_id == proposer_id:
-                    arrived(row, block, row.take_block(block.tree, block.method))
-            changed.append(row)
+            if min(map(self.engine.post_block, queue)):
+                changed.append(self._by_session[session_id])
         return changed

@@ -15,15 +15,16 @@ import shlex
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from outrider.config import SPECULATION_POLICIES, THREAD_SWITCH_S
 from outrider.errors import ConfigError, DeadlineError, InvalidRequestError
 from outrider.flag_types import port
+from outrider.models.resolve import EMBEDDED, resolve_model
 from outrider.rpc.deployment import Deployment, add_deployment_flags, take_deployment
 from outrider.rpc.runtime import prepare_grpc
 from outrider.rpc.targets import join_address
@@ -33,7 +34,9 @@ from outrider.vllm.draft_host import DraftHost, Listener
 prepare_grpc()
 
 if TYPE_CHECKING:
+    from outrider.drafting.building.config import MethodConfig
     from scorer_service.config import ServedModel
+    from scorer_service.drafting.in_process import InProcessProposer
 
 _START_S, _STOP_S = 30.0, 1.0
 _log = logging.getLogger(__name__)
@@ -51,6 +54,7 @@ class ServerOptions:
     scorer_id: str
     speculation_policy: str
     hidden_features: str | None
+    in_process_proposer: str | None
     deployment: Deployment
 
     @staticmethod
@@ -68,6 +72,7 @@ class ServerOptions:
         p.add_argument("--scorer-id")
         p.add_argument("--speculation-policy", choices=SPECULATION_POLICIES, default="adaptive")
         p.add_argument("--hidden-features")
+        p.add_argument("--in-process-proposer")
         add_deployment_flags(p)
         try:
             words = shlex.split(flags)
@@ -80,6 +85,29 @@ class ServerOptions:
         given["scorer_id"] = given["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
         return ServerOptions(**given)
 
+    def methods(self, model: str, device: str) -> tuple[MethodConfig, ...]:
+        """Return those of the proposer in this process, which drafts for `model`.
+
+        vLLM verifies chains, so heads draft no trees. Raises `ConfigError`.
+        """
+        if self.in_process_proposer is None:
+            return ()
+        from outrider.drafting.building.config import HeadConfig
+        from scorer_service.drafting.in_process_flags import take
+
+        ours = model == str(resolve_model(EMBEDDED, "target"))
+        found = take(self.in_process_proposer, EMBEDDED if ours else model, device)
+        return tuple(
+            replace(each, tree_width=1) if isinstance(each, HeadConfig) else each for each in found
+        )
+
+
+def states_read_by(methods: Sequence[MethodConfig]) -> str | None:
+    """Return the `--hidden-features` that methods read; None for none."""
+    from scorer_service.drafting.in_process_flags import states_of
+
+    return states_of(methods)
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -89,9 +117,16 @@ class _Parser(argparse.ArgumentParser):
 class DraftServer(Listener):
     """Serves proposers for a `DraftHost` from `start` to `stop`."""
 
-    def __init__(self, host: DraftHost, options: ServerOptions) -> None:
+    def __init__(
+        self,
+        host: DraftHost,
+        options: ServerOptions,
+        colocated: InProcessProposer | None = None,
+    ) -> None:
+        """Attach `colocated`, too, which drafts on the stepping thread."""
         self._host = host
         self._options = options
+        self._colocated = colocated
         self._served: ServedModel | None = None
         self._hub: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -104,7 +139,8 @@ class DraftServer(Listener):
     def start(self, served: ServedModel) -> dict[str, str]:
         """Listen, and return the addresses.
 
-        Raises `ConfigError` for a port that is taken, and `DeadlineError`.
+        Raises `ConfigError` for a port that is taken or a proposer in this process that does not
+        fit, and `DeadlineError`.
         """
         self._served = served
         sys.setswitchinterval(min(THREAD_SWITCH_S, sys.getswitchinterval()))
@@ -154,6 +190,7 @@ class DraftServer(Listener):
         from outrider.rpc.telemetry import configure
         from scorer_service.call import SERVICE_NAME, Serving
         from scorer_service.config import DraftLimits
+        from scorer_service.drafting.in_process_link import attach
         from scorer_service.drafting.side import LocalDrafts
         from scorer_service.hub import Hub
         from scorer_service.metrics import ScorerMetrics
@@ -193,6 +230,8 @@ class DraftServer(Listener):
             drafts = LocalDrafts(hub.blocks, data)
             servicer.begin(Serving(engine, hub, served, cast("Any", None), None, drafts))
             cleanup.push_async_callback(servicer.drain, 0.0)
+            if self._colocated is not None:
+                attach(hub.registry, self._host, self._colocated, served)
             await server.set_serving(True)
             self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
             self._host.listener = self

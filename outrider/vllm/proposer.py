@@ -13,8 +13,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +28,13 @@ from outrider.vllm import adapter, versions
 from outrider.vllm.ahead.branch_table import BranchTable
 from outrider.vllm.ahead.steps import StepsAhead
 from outrider.vllm.draft_host import DraftHost
-from outrider.vllm.draft_server import DraftServer, ServerOptions
+from outrider.vllm.draft_server import DraftServer, ServerOptions, states_read_by
 from outrider.vllm.hidden_states.capture import Capture, hand_out_layers, states_of
 from outrider.vllm.requests import read_request
 from outrider.vllm.waiting import POLICIES
+
+if TYPE_CHECKING:
+    from scorer_service.drafting.in_process import InProcessProposer
 
 _MAX_FAULTS = 16  # then the draft side is given up
 _WORKER = "outrider.vllm.worker.GPUWorker"
@@ -60,7 +64,12 @@ class RemoteProposer:
         self._rule = VerificationRule.REJECTION
         self._ahead = adapter.schedules_ahead(vllm_config)
         self._alone = served.num_ranks == 1  # else all ranks would need the same branches
-        asked = self._options.hidden_features
+        self._methods = self._options.methods(served.model, served.device)
+        if self._ahead and self._methods:
+            raise ConfigError(
+                "--in-process-proposer drafts between vLLM's steps: leave --async-scheduling out."
+            )
+        asked = self._options.hidden_features or states_read_by(self._methods)
         self._features = None if asked is None else states_of(asked, vllm_config)
         self._num_faults = 0
         self.info: dict[str, str] = {}
@@ -106,7 +115,8 @@ class RemoteProposer:
         )
         if self._features is not None:
             host.keep(Capture(runner, adapter.find_worker(runner), self._features).states)
-        self._server = DraftServer(host, self._options)
+        colocated = self._build_colocated(host)
+        self._server = DraftServer(host, self._options, colocated)
         model = served_model(served, self._options, str(runner.device))
         self.info |= self._server.start(replace(model, features=self._features))
         if not self._ahead:
@@ -115,6 +125,21 @@ class RemoteProposer:
             "proposers may dial %s; sampling is %s; metrics of drafts: %s",
             *(self.info["grpc"], self._rule.value, self.info["metrics"]),
         )
+
+    def _build_colocated(self, host: DraftHost) -> InProcessProposer | None:
+        """Return the proposer on this thread, if any. Raises `ConfigError`."""
+        if not self._methods:
+            return None
+        from outrider.drafting.building.methods import build_proposer
+        from scorer_service.drafting.in_process import InProcessProposer
+
+        say = partial(_log.info, "the proposer in vLLM's worker: %s")
+        build = partial(build_proposer, self._methods, self._served.max_num_seqs, say)
+        colocated = InProcessProposer(build, f"{self._options.scorer_id}-in-process")
+        colocated.build()
+        colocated.put_projection(host.engine)
+        host.draft_with(colocated)
+        return colocated
 
     def stop(self) -> None:
         """Say goodbye to proposers."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
+from outrider.draft_port import ThreadHiddenStates
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
@@ -31,6 +32,8 @@ class HostedStates:
         pages, by vLLM's name for it.
         """
         self._streams = HiddenStateStreams(pool)
+        self.on_thread: ThreadHiddenStates = self._streams
+        """The states as a proposer on the stepping thread takes them."""
         self._located = located
         self._returned: deque[tuple[FeatureWindow, int]] = deque()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="outrider-projections")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,7 +239,7 @@ async def test_device_chooses_nothing_for_several_ranks_or_where_states_are_read
     served.plugin._alone = False  # other ranks would need the same branches
     assert not served.plugin.write_branches({"a": 0}, table)
     served.plugin._alone = True
-    served.steps.host.keep(object())  # type: ignore[arg-type]
+    served.steps.host.keep(SimpleNamespace(on_thread=None))  # type: ignore[arg-type]
     assert not served.plugin.write_branches({"a": 0}, table)
 
 

@@ -1,0 +1,140 @@
+"""A proposer on vLLM's stepping thread, which drafts between a step's result and the next step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from outrider.draft_tree import DraftTree, chain_parents
+from outrider.drafting.proposer import (
+    NO_PACE,
+    DraftRound,
+    Pace,
+    ProposerTraits,
+    SessionKey,
+    SessionStart,
+)
+from scorer_service.drafting.in_process import InProcessProposer
+from scorer_service.drafting.in_process_link import attach
+from tests.support.services.vllm_steps import CONTEXT, SERVED, VOCAB, K, VllmSteps, truth
+
+
+class Knowing:
+    """A method that knows what the target says, until it fails."""
+
+    traits = ProposerTraits(
+        method="draft_model",
+        model="m",
+        vocab_size=VOCAB,
+        max_sessions=8,
+        max_draft_tokens=K,
+        max_model_len=CONTEXT,
+    )
+
+    def __init__(self) -> None:
+        self.texts: dict[SessionKey, list[int]] = {}
+        self.closed: list[SessionKey] = []
+        self.fails = False
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self.texts)
+
+    def open(self, session: SessionKey, start: SessionStart) -> None:
+        self.texts[session] = [*start.prefix]
+
+    def commit(self, session: SessionKey, base_len: int, tokens: Sequence[int], _: int) -> None:
+        self.texts[session][base_len:] = tokens
+
+    def close(self, session: SessionKey) -> None:
+        self.closed.append(session)
+        del self.texts[session]
+
+    forget = close
+
+    def draft(self, sessions: Sequence[SessionKey], _: Pace = NO_PACE) -> DraftRound:
+        if self.fails:
+            raise RuntimeError("no device")
+        return DraftRound(drafts=[(key, self._tree(self.texts[key])) for key in sessions])
+
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
+        return DraftRound()
+
+    @staticmethod
+    def _tree(text: list[int]) -> DraftTree:
+        name = next(n for n in "abc" if [truth(n, i) for i in range(3)] == text[:3])
+        tokens = tuple([truth(name, len(text) + i) for i in range(K)])
+        return DraftTree(len(text), tokens, chain_parents(K))
+
+
+class World(VllmSteps):
+    """Steps with a proposer on their thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.method = Knowing()
+        proposer = InProcessProposer(lambda: (self.method, ""), "here")
+        proposer.build()
+        self.host.draft_with(proposer)
+        attach(self.hub.registry, self.host, proposer, SERVED)
+
+    async def run(self, steps: int) -> None:
+        """Run steps, and let the event loop do its part after each."""
+        for _ in range(steps):
+            self.step()
+            for _ in range(4):
+                await asyncio.sleep(0)
+
+    def check_texts(self) -> None:
+        for name, text in self.texts.items():
+            assert text == [truth(name, i) for i in range(len(text))]
+
+
+async def test_every_step_verifies_drafts_that_were_made_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    await world.run(2)  # which begins the requests; the next commit asks for the first drafts
+    before = {name: len(text) for name, text in world.texts.items()}
+    await world.run(4)
+    for name, text in world.texts.items():
+        assert len(text) == before[name] + 4 * (1 + K), "all drafts were at hand, and right"
+    assert sorted(world.method.texts.values()) == sorted(world.texts.values())
+    world.check_texts()
+
+
+async def test_texts_end_and_others_begin_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    await world.run(3)
+    world.finish("a")
+    world.open("c")
+    await world.run(4)
+    assert len(world.method.closed) == 1
+    assert [text[:3] for text in world.method.texts.values()] == [
+        [truth(name, i) for i in range(3)] for name in "bc"
+    ]
+    assert world.drafts["c"]
+    world.check_texts()
+
+
+async def test_method_that_fails_costs_drafts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    await world.run(3)
+    assert all(world.drafts.values())
+    world.method.fails = True
+    await world.run(1)
+    assert not any(world.drafts.values())
+    world.method.fails = False
+    await world.run(4)
+    assert all(world.drafts.values()), "its sessions were opened again"
+    world.check_texts()
+
+
+async def test_device_waits_for_drafts_that_are_made_before_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    await world.run(3)
+    assert world.host.write_branches({"a": 0}, None) is False  # type: ignore[arg-type]
