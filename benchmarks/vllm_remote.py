@@ -41,8 +41,7 @@ from outrider.aux_layers import states_read
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 
-_BASE, _OURS, _AHEAD = "vllm none", "vllm + outrider ", " ahead"
-_WITHIN = " within"  # vLLM's worker
+_BASE, _OURS, _AHEAD, _WITHIN = "vllm none", "vllm + outrider ", " ahead", " within"
 _BARE = "vllm bare K="  # wrong drafts from within: how fast a round with drafts can be
 _DRAFT_MODEL, _EAGLE3 = "vllm draft_model", "vllm eagle3"
 _METHODS = ("draft_model", "eagle3", "suffix", "ngram")
@@ -180,6 +179,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--within", action="store_true", help="Outrider's in vLLM's worker, too")
     p.add_argument("--without", nargs="+", default=[], help='systems to leave out, by "vllm NAME"')
     p.add_argument("--options", type=json.loads, default={}, help="JSON: arguments of vLLM's LLM")
+    p.add_argument("--their-options", type=json.loads, default={}, help="of vLLM's own")
     p.add_argument("--port", type=int, default=7001, help="the first of four ports of each K")
     p.add_argument("--their-tokens", type=int, default=4, help="K of vLLM's own methods")
     p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
@@ -259,21 +259,22 @@ def _start(
         peers = GpuPeers(place, args, log_dir, children, gpu)
         options = fitting | {"speculative_config": speculations[name]}
         options |= {"async_scheduling": True} if name.endswith(_AHEAD) else {}
+        options |= {} if name in (bare, *ours) else args.their_options
         try:
             if name not in (bare, *ours):
                 return peers.start(name, **options)
-            port = args.port + 4 * [*ours, bare].index(name)
+            port, proposer = args.port + 4 * [*ours, bare].index(name), None
             times = log_dir / f"times-{port}.json"
             flags = f"--port {port} --data-port {port + 1} --metrics-port {port + 2}"
             method = None if name == bare else ours[name][0]
-            within = method is not None and _WITHIN in name
-            if method is not None and within:
+            if method and name.endswith(_WITHIN):
                 drafting = shlex.join(_drafting(args, method))
                 flags += f" --in-process-proposer {shlex.quote(drafting)}"
-            elif method == "eagle3":
-                flags += f" --hidden-features {states_read(method, args.eagle3)}"
+            elif method:
+                if method == "eagle3":
+                    flags += f" --hidden-features {states_read(method, args.eagle3)}"
+                proposer = _proposer(args, method, log_dir, children, port)
             plugin = {"outrider": flags, "times": str(times)}
-            proposer = None if within else _proposer(args, method, log_dir, children, port)
             engine = peers.start(name, **options, additional_config=plugin)
             if method is None:
                 return _Bare(**vars(engine), times=times)
@@ -301,8 +302,9 @@ def _ours(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
         for method in args.methods
         for k in (args.num_speculative_tokens, *args.more_tokens)
     }
-    found |= {f"{name}{_WITHIN}": each for name, each in found.items() if args.within}
-    return found | {f"{name}{_AHEAD}": each for name, each in found.items() if args.ahead}
+    ahead = {f"{name}{_AHEAD}": each for name, each in found.items() if args.ahead}
+    within = {f"{name}{_WITHIN}": each for name, each in found.items() if args.within}
+    return found | ahead | within
 
 
 def _drafting(args: argparse.Namespace, method: str) -> list[str]:
@@ -311,20 +313,18 @@ def _drafting(args: argparse.Namespace, method: str) -> list[str]:
     if method == "draft_model":
         words += ["--model", str(resolve_model(args.draft_model, "draft"))]
     elif method == "eagle3":  # vLLM verifies chains
-        target = str(resolve_model(args.model, "target"))
-        words += ["--model", args.eagle3, "--target-model", target, "--tree-width", "1"]
+        words += ["--model", args.eagle3, "--tree-width", "1"]
     return [*words, *args.proposer_flags]
 
 
 def _proposer(
-    args: argparse.Namespace, method: str | None, log_dir: Path, children: list[Child], port: int
-) -> Child | None:
-    """Start a proposer, which dials until the engine listens; None without a method."""
-    if method is None:
-        return None
+    args: argparse.Namespace, method: str, log_dir: Path, children: list[Child], port: int
+) -> Child:
+    """Start a proposer, which dials until the engine listens."""
     command = ["proposer_service", "--exit-with-parent", "--scorer", f"127.0.0.1:{port}"]
     command += ["--port", "0", "--metrics-port", f"{port + 3}", "--device", args.device]
-    command += _drafting(args, method)
+    target = str(resolve_model(args.model, "target"))
+    command += ["--target-model", target, *_drafting(args, method)]
     env = {"CUDA_VISIBLE_DEVICES": args.gpus[-1]}
     return module_child(f"proposer-{port}", command, log_dir, children, env)
 

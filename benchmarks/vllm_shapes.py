@@ -154,7 +154,7 @@ def _load(args: argparse.Namespace, child: Child, url: str, in_flight: int) -> d
     requests = max(8, args.waves * in_flight)
     cells = [_one_load(args, child, url, in_flight, requests) for _ in range(args.rounds)]
     cells.sort(key=itemgetter("tokens_per_s"))
-    speeds = [cell["tokens_per_s"] for cell in cells]
+    speeds = [*map(itemgetter("tokens_per_s"), cells)]
     say(f"{child.name}, {in_flight} in flight: {', '.join(map('{:.0f}'.format, speeds))} tokens/s")
     return {**cells[len(cells) // 2], "least": speeds[0], "most": speeds[-1]}
 
@@ -163,8 +163,8 @@ def _one_load(
     args: argparse.Namespace, child: Child, url: str, in_flight: int, requests: int
 ) -> dict[str, Any]:
     """Return what one load measured; CPU time is of all but vLLM's engine."""
-    words = f"--url {url} --in-flight {in_flight} --requests {requests} --seconds 60"
-    words += f" --timeout 60 --prompt-words {args.prompt_words} --max-tokens {args.max_tokens}"
+    words = f"--url {url} --in-flight {in_flight} --requests {requests} --seconds 60 --timeout 60"
+    words += f" --prompt-words {args.prompt_words} --max-tokens {args.max_tokens}"
     pids = process_tree(child.pid)
     fronts = [p for p in pids if not Path(f"/proc/{p}/comm").read_text().startswith("VLLM::")]
     before = cpu_seconds(fronts)
@@ -172,10 +172,9 @@ def _one_load(
     used = cpu_seconds(fronts) - before
     if not found["answered"] or found["failures"]:
         raise ProcessError(f"{child.name}: requests failed: {found['failures']}{child.tail()}")
-    speed = found["tokens_per_s"]
+    us = used * 1e6 / (found["tokens_per_s"] * found["seconds"])
     times = {"ms_per_token": found["tpot_ms"]["p50"], "ttft_ms": found["ttft_ms"]["p50"]}
-    us = used * 1e6 / (speed * found["seconds"])
-    return {"tokens_per_s": speed, **times, "us_per_token": us}
+    return {"tokens_per_s": found["tokens_per_s"], **times, "us_per_token": us}
 
 
 if __name__ == "__main__":
