@@ -18,7 +18,13 @@ from outrider.process.signals import end_at_sigterm
 from outrider.process.temporary import temporary_folder
 from outrider.rpc.deployment import Help, add_deployment_flags, take_deployment
 from outrider.settings import add_flag, settings_of
-from outrider.vllm.flags import add_parallel_flags, node_rank, num_devices, take_parallel_flags
+from outrider.vllm.flags import (
+    add_parallel_flags,
+    gives_speculation,
+    node_rank,
+    num_devices,
+    take_parallel_flags,
+)
 from scorer_service import prefetch
 from scorer_service.config import ScorerOptions
 
@@ -85,6 +91,11 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
         args["num_speculative_tokens"],
     )
     flags, args["in_process_proposer"] = args["in_process_proposer"], ()
+    if flags is not None and gives_speculation(args["vllm_flags"]):
+        raise ConfigError(
+            "--in-process-proposer and vLLM's own --speculative-config both say who drafts: leave "
+            "one of the two out."
+        )
     if flags is not None and args["num_speculative_tokens"]:
         os.environ["OMP_NUM_THREADS"] = str(args["threads"])  # the import below loads NumPy
         from scorer_service.drafting.in_process_flags import states_of, take

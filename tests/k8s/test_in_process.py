@@ -158,7 +158,10 @@ def test_pools_with_in_process_drafter_are_rendered() -> None:
         ("method=suffix,scorer.inProcess.dtype=float32", "method suffix reads no model"),
         ("model=org/draft", "scorer.inProcess.method is empty"),
         ("flags.threads=2", "scorer.inProcess.method is empty"),
-        ("method=ngram,scorer.engine=vllm", "scorer.inProcess is the native engine's"),
+        (
+            "method=ngram,scorer.engine=vllm,scorer.vllmFlags.speculative-config=x",
+            "which scorer.vllmFlags.speculative-config rules out",
+        ),
         ("method=medusa,scorer.hiddenFeatures=eagle3", "medusa of scorer.inProcess reads final"),
         ("method=eagle3,scorer.hiddenFeatures=final", "eagle3 of scorer.inProcess reads eagle3"),
         ("method=mtp,scorer.inProcess.flags.device=cpu", "the chart sets --device itself"),

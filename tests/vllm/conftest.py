@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,18 @@ PLUGIN = {
 class Engine:
     """An `LLM` with the plug-in."""
 
+    started = False
+
     def __init__(self, **options: Any) -> None:
         from vllm import LLM
 
+        # The first engine of a process replaces kernels wherever they are; the next ones would look
+        # for them among Numba's objects, too, and fail.
+        if Engine.started and find_spec("vllm.triton_utils.dispatcher"):
+            import vllm.triton_utils.dispatcher as kernels
+
+            kernels._rebind_kernels = lambda _: None
+        Engine.started = True
         settings = {
             # The adaptive policy drafts little for many rows on a CPU.
             "additional_config": {"outrider": "--port 0 --data-port 0 --speculation-policy fixed"},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,28 +20,17 @@ FLAGS = "--port 0 --data-port 0 --speculation-policy fixed --in-process-proposer
 KEPT: list[Engine] = []
 """An engine that is collected ends what all engines of a process share."""
 
-Start = Callable[..., Engine]
 
-
-@pytest.fixture(scope="module")
-def drafting(engine: Engine) -> Iterator[Start]:  # noqa: ARG001
-    """Starts an engine whose worker drafts by a method."""
-    with pytest.MonkeyPatch.context() as patch:
-        # The first engine has replaced the kernels; vLLM looks for them in Numba's modules, too.
-        if importlib.util.find_spec("vllm.triton_utils.dispatcher"):
-            patch.setattr("vllm.triton_utils.dispatcher._rebind_kernels", lambda _: None)
-
-        def start(method: str, **options: Any) -> Engine:
-            ours = Engine(additional_config={"outrider": FLAGS.format(method)}, **options)
-            KEPT.append(ours)
-            return ours
-
-        yield start
+def drafting(method: str, **options: Any) -> Engine:
+    """Start an engine whose worker drafts by a method."""
+    engine = Engine(additional_config={"outrider": FLAGS.format(method)}, **options)
+    KEPT.append(engine)
+    return engine
 
 
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
 def test_engine_with_proposer_in_its_worker_emits_the_same_texts(
-    method: str, engine: Engine, drafting: Start
+    method: str, engine: Engine
 ) -> None:
     ours = drafting(method)
     for kind, params in KINDS.items():
@@ -54,7 +41,7 @@ def test_engine_with_proposer_in_its_worker_emits_the_same_texts(
 
 
 def test_head_in_its_worker_keeps_texts_through_preemption_and_failures(
-    engine: Engine, drafting: Start, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = drafting("eagle3", block_size=32, num_gpu_blocks_override=64)  # for a part of the texts
     for kind, params in (*KINDS.items(), ("long", LONG)):
