@@ -293,6 +293,10 @@ class DraftHost(Inbox):
             self._take_messages(0.0)
             self._colocated.draft_between_steps(self.engine)
             self.engine.heard()
+            undrafted = [row for row in rows if row.draft is None]  # which are not asked for again
+            self.tracker.draft_nothing(
+                [row for row in undrafted if row.drafting.proposer.colocated]
+            )
         if None in [row.draft for row in rows]:
             self._wait_for_drafts(rows)
         drafts = dict.fromkeys(names, _NO_DRAFT)

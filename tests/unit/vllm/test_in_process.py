@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -18,7 +19,15 @@ from outrider.drafting.proposer import (
 )
 from scorer_service.drafting.in_process import InProcessProposer
 from scorer_service.drafting.in_process_link import attach
-from tests.support.services.vllm_steps import CONTEXT, SERVED, VOCAB, K, VllmSteps, truth
+from tests.support.services.vllm_steps import (
+    CONTEXT,
+    MAX_WAIT_S,
+    SERVED,
+    VOCAB,
+    K,
+    VllmSteps,
+    truth,
+)
 
 
 class Knowing:
@@ -36,7 +45,7 @@ class Knowing:
     def __init__(self) -> None:
         self.texts: dict[SessionKey, list[int]] = {}
         self.closed: list[SessionKey] = []
-        self.fails = False
+        self.fails = self.guesses_nothing = False
 
     @property
     def num_sessions(self) -> int:
@@ -57,6 +66,10 @@ class Knowing:
     def draft(self, sessions: Sequence[SessionKey], _: Pace = NO_PACE) -> DraftRound:
         if self.fails:
             raise RuntimeError("no device")
+        if self.guesses_nothing:
+            return DraftRound(
+                drafts=[(key, DraftTree.chain(len(self.texts[key]), ())) for key in sessions]
+            )
         return DraftRound(drafts=[(key, self._tree(self.texts[key])) for key in sessions])
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
@@ -72,8 +85,8 @@ class Knowing:
 class World(VllmSteps):
     """Steps with a proposer on their thread."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_wait_s: float = MAX_WAIT_S) -> None:
+        super().__init__(monkeypatch, max_wait_s=max_wait_s)
         self.method = Knowing()
         proposer = InProcessProposer(lambda: (self.method, ""), "here")
         proposer.build()
@@ -129,6 +142,21 @@ async def test_method_that_fails_costs_drafts_only(monkeypatch: pytest.MonkeyPat
     world.method.fails = False
     await world.run(4)
     assert all(world.drafts.values()), "its sessions were opened again"
+    world.check_texts()
+
+
+async def test_no_step_waits_for_drafts_that_the_method_has_not_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, max_wait_s=2.0)
+    await world.run(3)
+    world.method.guesses_nothing = True
+    began = time.monotonic()
+    await world.run(3)
+    assert time.monotonic() - began < 1.0
+    world.method.guesses_nothing = False
+    await world.run(1)
+    assert all(world.drafts.values())
     world.check_texts()
 
 
