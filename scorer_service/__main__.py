@@ -170,6 +170,12 @@ def _engine(args: dict[str, Any]) -> str:
     engines.check_synthetic(engine, asked=bool(synthetic))
     if engine == engines.VLLM and args["kv_cache_dtype"] != KV_CACHE_DTYPES[0]:
         args["vllm_flags"] = ("--kv-cache-dtype", args["kv_cache_dtype"], *flags)
+    proposer = args["in_process_proposer"] is not None
+    if engine == engines.VLLM and proposer and gives_speculation(args["vllm_flags"]):
+        raise ConfigError(
+            "--in-process-proposer and vLLM's own --speculative-config exclude each other: leave "
+            "one of them out."
+        )
     if engine == engines.VLLM and args["attention_backend"]:
         raise ConfigError(
             "--attention-backend is for --engine native. With vLLM, give its own after --, as "

@@ -18,6 +18,7 @@ from outrider.config import (
 )
 from outrider.drafting.building.config import MethodConfig
 from outrider.features import FeatureSpec
+from outrider.models.resolve import EMBEDDED
 from outrider.rpc.deployment import Deployment
 from outrider.settings import seconds, setting
 from outrider.vllm.flags import VllmOptions
@@ -174,8 +175,8 @@ class ScorerOptions:
         flags += ["--scorer-id", self.scorer_id, "--speculation-policy", self.speculation_policy]
         if self.hidden_features is not None:
             flags += ["--hidden-features", self.hidden_features]
-        if self.proposer_flags is not None:
-            flags += ["--in-process-proposer", self.proposer_flags]
+        if self.proposer_flags is not None:  # the target was compared by its name, not its folder
+            flags += [f"--in-process-proposer={self.proposer_flags} --target-model {EMBEDDED}"]
         if self.listen_unix is not None:  # in the same folder, where proposers look for its data
             flags += ["--listen-unix", f"{self.listen_unix}.vllm"]
         if (tls := self.deployment.tls) is not None:

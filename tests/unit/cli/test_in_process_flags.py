@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from outrider import engines
 from outrider.drafting.building.config import DraftModelConfig, HeadConfig, NgramConfig
 from outrider.errors import ConfigError
+from outrider.vllm.draft_server import ServerOptions
 from scorer_service.__main__ import resolve
+from scorer_service.config import ScorerOptions
 
 
 def test_scorer_without_in_process_flags_drafts_nothing() -> None:
@@ -81,3 +85,32 @@ def test_in_process_flags_that_are_bad_are_refused(flags: str, message: str) -> 
 def test_embedded_module_with_other_target_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs --model"):
         resolve(["--model=another", "--engine=native", "--in-process-proposer=--method eagle3"])
+
+
+@pytest.fixture
+def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda _: object())
+
+
+@pytest.mark.usefixtures("vllm_installed")
+@pytest.mark.parametrize("flags", ["--method=ngram", "--method 'ngram' --target-model NAME", ""])
+def test_vllms_worker_reads_the_flags_that_the_scorer_took(flags: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    name = f"{tmp_path}/"  # vLLM has the folder, which may be spelled otherwise
+    flags = flags.replace("NAME", name)
+    args = resolve(["--engine=vllm", f"--model={name}", f"--in-process-proposer={flags}"])
+    del args["exit_with_parent"]
+    words = ScorerOptions(**args).for_vllm().draft_flags
+    ours = ServerOptions.parse(shlex.join(words), 0).methods(str(tmp_path), "cpu")
+    assert ours == args["in_process_proposer"]
+
+
+@pytest.mark.usefixtures("vllm_installed")
+def test_vllms_own_speculation_beside_a_proposer_in_process_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--in-process-proposer and .* leave one of them out"):
+        resolve(
+            [
+                *("--engine=vllm", "--in-process-proposer=--method ngram"),
+                *("--", '--speculative-config={"method": "ngram"}'),
+            ]
+        )
