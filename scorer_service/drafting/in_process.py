@@ -27,6 +27,7 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
+from outrider.errors import InternalError
 from outrider.features import FeatureRows
 from outrider.hello import make_hello
 from outrider.methods import COPYING_METHODS
@@ -108,7 +109,8 @@ class InProcessProposer:
             engine.features.put_projection(spec, bytearray(projection))
 
     def hello(self, served: ServedModel) -> draft_pb2.Hello:
-        """Return the Hello that the proposer would send by a stream."""
+        """Return the Hello that the proposer would send by a stream; it drafts for `served`."""
+        self._vocab_size = served.vocab_size
         return make_hello(
             self._proposer.traits,
             self._tokenizer_hash,
@@ -253,6 +255,11 @@ class InProcessProposer:
         for key, tree in longest_first:  # a batch's first draft tells what it takes
             self._queue.answered(key)
             session = self._sessions[key]
+            ids = tree.token_ids
+            if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:  # it would end the engine
+                raise InternalError(
+                    f"a draft has tokens that are none of {self._vocab_size}: {ids}"
+                )
             method = self._methods[round_.methods.get(key, 0)]
             engine.post_block(PostedBlock(session.id, tree, self.id, draft_us, now, method))
             if not session.drafted and self._listener is not None:

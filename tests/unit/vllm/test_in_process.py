@@ -46,6 +46,7 @@ class Knowing:
         self.texts: dict[SessionKey, list[int]] = {}
         self.closed: list[SessionKey] = []
         self.fails = self.guesses_nothing = False
+        self.added = 0  # to the tokens that it knows
 
     @property
     def num_sessions(self) -> int:
@@ -75,10 +76,9 @@ class Knowing:
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         return DraftRound()
 
-    @staticmethod
-    def _tree(text: list[int]) -> DraftTree:
+    def _tree(self, text: list[int]) -> DraftTree:
         name = next(n for n in "abc" if [truth(n, i) for i in range(3)] == text[:3])
-        tokens = tuple([truth(name, len(text) + i) for i in range(K)])
+        tokens = tuple([truth(name, len(text) + i) + self.added for i in range(K)])
         return DraftTree(len(text), tokens, chain_parents(K))
 
 
@@ -142,6 +142,21 @@ async def test_method_that_fails_costs_drafts_only(monkeypatch: pytest.MonkeyPat
     world.method.fails = False
     await world.run(4)
     assert all(world.drafts.values()), "its sessions were opened again"
+    world.check_texts()
+
+
+@pytest.mark.parametrize("added", [VOCAB, -VOCAB])
+async def test_tokens_outside_the_vocabulary_never_reach_vllm(
+    added: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch)
+    await world.run(3)
+    world.method.added = added
+    await world.run(1)
+    assert not any(world.drafts.values())
+    world.method.added = 0
+    await world.run(4)
+    assert all(world.drafts.values())
     world.check_texts()
 
 
