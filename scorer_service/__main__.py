@@ -91,11 +91,6 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
         args["num_speculative_tokens"],
     )
     flags, args["in_process_proposer"] = args["in_process_proposer"], ()
-    if flags is not None and gives_speculation(args["vllm_flags"]):
-        raise ConfigError(
-            "--in-process-proposer and vLLM's own --speculative-config both say who drafts: leave "
-            "one of the two out."
-        )
     if flags is not None and args["num_speculative_tokens"]:
         os.environ["OMP_NUM_THREADS"] = str(args["threads"])  # the import below loads NumPy
         from scorer_service.drafting.in_process_flags import states_of, take
