@@ -193,7 +193,7 @@ class ProposerRegistry:
         candidates = [
             proposer
             for proposer in self._proposers.values()
-            if proposer.has_room
+            if (proposer.has_room or proposer is session.proposer)
             and proposer.fits(session)
             and session.losses[proposer.id] <= self.limits.max_reopens
         ]

@@ -623,6 +623,19 @@ async def test_registry_sets_a_good_proposer_aside_only_for_others_that_are_not_
     assert bench.submit().proposer is unknown
 
 
+async def test_registry_keeps_a_session_of_a_full_proposer_from_one_that_is_worse() -> None:
+    """A proposer without a place for another session has one for those that it has."""
+    bench = Bench()
+    good, rubbish = bench.attach("good", max_sessions=30), bench.attach("rubbish", max_sessions=512)
+    sessions_given(bench, {good.id: 3, rubbish.id: 1}, 20)
+    while good.has_room:
+        session = bench.submit()
+    assert session.proposer is good
+    bench.step(set_aside=(session.id,))
+    assert session.proposer is good
+    assert bench.submit().proposer is rubbish
+
+
 async def test_registry_leaves_a_proposer_that_hangs_for_one_that_was_worse() -> None:
     """Though it has sent no block for its new sessions, by which they would count."""
     bench = Bench()
