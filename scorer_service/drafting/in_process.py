@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -82,6 +83,7 @@ class InProcessProposer:
         self._listener: DraftListener | None = None  # None: nothing is drafted
         self._by_id: dict[int, _Session] = {}
         self._sessions: dict[SessionKey, _Session] = {}
+        self._vocab_size = sys.maxsize  # of the target, once `hello` has named it
         self._on_device = False  # the step in flight has drafts that are to be posted
         self._drafting = 0.0, 0.0  # start and end of the last drafting between two steps
         self._failures = 0
