@@ -63,7 +63,7 @@ class Awaited:
     last_block_at: float = 0.0  # when the last of them came; before, when it got the row
     no_guess_at: int = -1  # committed length for which the proposer said it has no guess
     in_vain: tuple[float, float] = (0.0, 0.0)  # (start, end) of the last wait without a draft
-    commits: deque[PastCommit] = field(default_factory=lambda: deque(maxlen=8))
+    commits: deque[PastCommit] = field(default_factory=lambda: deque(maxlen=128))
 
 
 @dataclass(slots=True)

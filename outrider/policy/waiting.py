@@ -44,26 +44,29 @@ class Waiting:
 
         That is until most drafts have come, and no longer than it pays (noted as `worth_waiting`).
         All rounds together wait for a session's first block about as long as the prompt took. While
-        it is `unknown` what drafts take, a row waits longer, if they are not known to be later.
+        it is `unknown` what drafts take, a row waits longer. It waits for none that usually come
+        later than that.
         """
         d = row.drafting
-        step_s = self._steps.round_s(d.num_draft_tokens)
+        k, times = d.num_draft_tokens, self._measured.draft_times(d)
+        step_s, usual_s = self._steps.round_s(k), times.delays.mean_s(k)
         if not d.awaited.blocks:
             prefill_s = row.counters.prefill_s / num_running  # the step took all prompts
             allowed_s = min(MAX_PATIENCE_S, LONG_STEPS * step_s + prefill_s)
-            return max(0.0, d.awaited.since + allowed_s - d.round.committed_at)
+            left_s = d.awaited.since + allowed_s - d.round.committed_at
+            return max(0.0, left_s) if usual_s <= allowed_s else 0.0
         gain, free = d.measured.gain, d.measured.free_after_miss.mean
         gain_s = min(MAX_PATIENCE_S, gain * step_s / (1.0 + free * gain))
-        k, times = d.num_draft_tokens, self._measured.draft_times(d)
         if unknown:
             longer_s = min(MAX_PATIENCE_S, max(gain_s, LONG_STEPS * step_s))
-            return longer_s if times.delays.mean_s(k) <= longer_s else 0.0
-        d.measured.worth_waiting = times.delays.mean_s(k) <= times.share.mean * gain_s
+            return longer_s if usual_s <= longer_s else 0.0
+        d.measured.worth_waiting = usual_s <= times.share.mean * gain_s
         return min(gain_s, times.delays.most_s(k)) if d.measured.worth_waiting else 0.0
 
     def in_halves(self, rows: Rows[Row]) -> bool:
         """Return whether one half of the rows is to be verified while others are drafted for."""
-        waiting = [row.drafting for row in rows if row.drafting.waits]
+        each = [row.drafting for row in rows]
+        waiting = [d for d in each if d.round.committed_at < d.round.deadline and d.waits]
         if not waiting or any(d.runs_ahead or not d.proposer.own_device for d in waiting):
             return False
         longest = max(waiting, key=lambda d: d.num_draft_tokens)
@@ -91,10 +94,7 @@ class Waiting:
         return Ready([*ready, *waiting], now)
 
     def rate(self, waiting: Rows[Row], ready: Rows[Row], num_prefilling: int) -> float:
-        """Return the tokens a second of all rows in a step at once.
-
-        0 if unknown, or if all rows wait: then each one's patience decides.
-        """
+        """Return the tokens a second of a step at once; 0 if unknown, or for patience to decide."""
         step_s = self._steps.round_s(self._k)
         if not (step_s and (ready or num_prefilling)):
             return 0.0

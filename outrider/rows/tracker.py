@@ -392,8 +392,10 @@ def _answered(commits: deque[PastCommit], base_len: int) -> PastCommit | None:
     """Return the commit that a block from `base_len` on answers, if any."""
     if commits and commits[-1].length == base_len:  # as most do; older ones stay unanswered
         return commits.pop()
-    for i, commit in enumerate(commits):
-        if commit.length == base_len:
-            del commits[i]  # a second block for the same commit measures nothing
+    for back, commit in enumerate(reversed(commits), start=1):
+        if commit.length <= base_len:
+            if commit.length < base_len:  # it is made ahead, or answers what was answered
+                return None
+            del commits[-back]  # a second block for the same commit measures nothing
             return commit
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -56,6 +57,16 @@ def test_drafts_are_worth_so_many_times_none(
     stats = [commit.stats for commit in played.last.values() if commit.stats is not None]
     undrafted = sum(s.fallback_rounds for s in stats) / sum(s.rounds for s in stats)
     assert undrafted < 0.12 or not isinstance(played, OneDevice) or rows > 8
+
+
+def test_drafts_from_far_away_cost_nothing_and_are_used_once_they_come_soon() -> None:
+    """They come two dozen rounds late: to wait for them, also for first ones, is in vain."""
+    world = TwoDevices(8, 0.0, max_branches=0)
+    [proposer] = world.players
+    near, proposer.net = proposer.net, replace(proposer.net, delay_s=0.06)
+    assert world.rate(2.0, after=1.0) > 0.99 * rate_without(8)
+    proposer.net = near
+    assert world.rate(1.0, after=1.0) > 1.7 * rate_without(8)
 
 
 @pytest.mark.parametrize("rows", [64, 128])

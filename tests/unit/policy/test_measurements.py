@@ -329,6 +329,9 @@ def test_wait_for_a_first_block_is_as_long_as_the_rows_part_of_the_prompts() -> 
     measured, each = policy_after(step_s={1: 0.02, 5: 0.02}).measured, waiting_rows([0.0])[0]
     each.counters = SimpleNamespace(prefill_s=0.08)
     assert Waiting(measured, 4).patience_s(each, 8, unknown=False) == pytest.approx(0.07)
+    measured.draft_times(each.drafting).observe(0.0, 0.08, 0.0, 4, alone=True)
+    patience_s = Waiting(measured, 4).patience_s(each, 8, unknown=False)
+    assert patience_s == 0.0, "it takes no less than later ones"
 
 
 @pytest.mark.parametrize(("gain", "wake_at"), [(0.5, 0.0), (10.0, 0.004)])
