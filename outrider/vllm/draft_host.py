@@ -290,13 +290,7 @@ class DraftHost(Inbox):
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
         rows = self._accounting.step.rows
         if self._colocated is not None:
-            self._take_messages(0.0)
-            self._colocated.draft_between_steps(self.engine)
-            self.engine.heard()
-            undrafted = [row for row in rows if row.draft is None]  # which are not asked for again
-            self.tracker.draft_nothing(
-                [row for row in undrafted if row.drafting.proposer.colocated]
-            )
+            self._draft_here(self._colocated, rows)
         if None in [row.draft for row in rows]:
             self._wait_for_drafts(rows)
         drafts = dict.fromkeys(names, _NO_DRAFT)
@@ -310,6 +304,14 @@ class DraftHost(Inbox):
             self._fill_up(drafts)
         self.tell()  # last, since the event loop would take the interpreter at once
         return [drafts[name] for name in names]
+
+    def _draft_here(self, proposer: ColocatedProposer, rows: Sequence[HostedRow]) -> None:
+        """Let the proposer on this thread draft; rows without a draft of its wait for none."""
+        self._take_messages(0.0)
+        proposer.draft_between_steps(self.engine)
+        self.engine.heard()
+        own = [row for row in rows if row.drafting.proposer.colocated]
+        self.tracker.draft_nothing([row for row in own if row.draft is None])
 
     def _wait_for_drafts(self, rows: Sequence[HostedRow]) -> None:
         self.tell()  # first, for proposers draft meanwhile

@@ -14,7 +14,7 @@ Work = Callable[[ColocatedEngine], None]
 
 
 class Messages(NamedTuple):
-    """What came since the last step, in order."""
+    """Holds what came since the last step, in order."""
 
     offers: Iterable[tuple[int, DraftOffer]]  # by session
     works: Iterable[tuple[int | None, Work]]  # likewise; None: of no session

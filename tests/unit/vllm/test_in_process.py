@@ -132,31 +132,20 @@ async def test_texts_end_and_others_begin_beside_it(monkeypatch: pytest.MonkeyPa
     world.check_texts()
 
 
-async def test_method_that_fails_costs_drafts_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
-    await world.run(3)
-    assert all(world.drafts.values())
-    world.method.fails = True
-    await world.run(1)
-    assert not any(world.drafts.values())
-    world.method.fails = False
-    await world.run(4)
-    assert all(world.drafts.values()), "its sessions were opened again"
-    world.check_texts()
-
-
-@pytest.mark.parametrize("added", [VOCAB, -VOCAB])
-async def test_tokens_outside_the_vocabulary_never_reach_vllm(
-    added: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("fault", "value"), [("fails", True), ("added", VOCAB), ("added", -VOCAB)])
+async def test_failure_or_token_outside_the_vocabulary_costs_drafts_only(
+    fault: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(monkeypatch)
     await world.run(3)
-    world.method.added = added
+    assert all(world.drafts.values())
+    right = getattr(world.method, fault)
+    setattr(world.method, fault, value)
     await world.run(1)
     assert not any(world.drafts.values())
-    world.method.added = 0
+    setattr(world.method, fault, right)
     await world.run(4)
-    assert all(world.drafts.values())
+    assert all(world.drafts.values()), "its sessions were opened again"
     world.check_texts()
 
 
