@@ -110,8 +110,8 @@ class Waiting:
 
             max(wait + t(ready + j), D) + t(m - j)
 
-        with D the time until the last draft is there. One that is still expected comes later where
-        a step shares its device. For j = m there is no second step.
+        with D the time until the last draft is there, which is later where a step shares its
+        device, also if it is overdue. For j = m there is no second step.
         """
         lacking = [row.drafting for row in waiting]
         awaited = sorted([(self.due(d, now), d) for d in lacking], key=itemgetter(0))
@@ -120,8 +120,7 @@ class Waiting:
         joining, going = np.arange(len(due) + 1), len(ready) + num_prefilling
         steps_s = self._steps.estimates(np.arange(going + len(due) + 1.0) * per_row)
         steps_s[0] = 0.0
-        sharing = [(at, d) for at, d in awaited if not d.proposer.own_device]
-        last_to_come = {d.drafter: (at, d) for at, d in sharing if at < d.round.deadline}
+        last_to_come = {d.drafter: (at, d) for at, d in awaited if not d.proposer.own_device}
         times, k = self._measured.draft_times, per_row - 1
         late_s = [at - now + times(d).contention_s(k) for at, d in last_to_come.values()]
         first_s = np.concatenate(((0.0,), due)) + steps_s[going + joining]

@@ -35,7 +35,7 @@ WORTH: dict[str, tuple[Callable[[], TwoDevices], float, float]] = {
     "in process, where no draft is free": (lambda: InProcess(8, 1.0), 2.0, 1.33),
     "halves stay": (lambda: TwoDevices(32, 1.0, max_branches=0), 2.0, 1.02),
     "one cohort": (lambda: OneDevice(32, 0.0, seed=2, ragged=True), 2.0, 1.35),
-    "two joined": (lambda: OneDevice(32, 0.0, seed=2, **OFTEN), 2.0, 1.2),
+    "two joined": (lambda: OneDevice(32, 0.0, seed=2, **OFTEN), 2.0, 1.27),
     "a shared device": (lambda: OneDevice(8, 0.0, seed=2), 3.0, 1.75),
     "often slow": (lambda: OneDevice(8, 0.0, seed=2, **OFTEN), 3.0, 1.55),
     "slow at times": (lambda: OneDevice(8, 0.0, seed=2, **AT_TIMES), 3.0, 1.6),

@@ -349,16 +349,23 @@ def test_rows_together_wait_only_for_more_tokens_than_all_commit_meanwhile(
     assert (len(found.rows), found.wake_at) == (0 if wake_at else 32, pytest.approx(wake_at))
 
 
-@pytest.mark.parametrize(("beside_s", "wait_s"), [(0.004, 0.0), (0.008, 0.004)])
+@pytest.mark.parametrize(
+    ("beside_s", "now", "start_at"),
+    [(0.004, 0.0, 0.0), (0.008, 0.0, 0.004), (0.004, 0.005, 0.005), (0.008, 0.005, 0.009)],
+)
 def test_rows_wait_for_drafts_that_a_step_beside_them_would_make_late(
-    beside_s: float, wait_s: float
+    beside_s: float, now: float, start_at: float
 ) -> None:
-    """Half of the rows take 5.5 ms and then again; or all of them 8, after a wait of 4."""
+    """Half of the rows take 5.5 ms and then again; or all of them 8, after a wait of 4.
+
+    After 5 ms the drafts are overdue, and awaited for 4 more at most.
+    """
     measured = policy_after(step_s={80: 0.0055, 160: 0.008}, num_rows=32).measured
-    each, times = waiting_rows([0.11] * 32), measured.draft_times(row())
+    each, times = waiting_rows([0.009] * 32), measured.draft_times(row())
     for at in range(40):
         times.observe(at, beside_s if at % 2 else 0.004, 0.004, 4, alone=at % 2 == 0)
-    assert Waiting(measured, 4).start_at(each[:16], each[16:], 0, 0.0) == pytest.approx(wait_s)
+    found = Waiting(measured, 4).start_at(each[:16], each[16:], 0, now)
+    assert found == pytest.approx(start_at)
 
 
 @pytest.mark.parametrize("hidden", ["by others' steps", "ahead"])
