@@ -20,8 +20,7 @@ from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import FixedPolicy, Ready, StepDone
 from outrider.types import Request
 from tests.support.models.hash_model import HashModel, Sequential
-from tests.support.simulators.methods import COPYING, VOCAB, copying, draft_model
-from tests.support.simulators.network import Net
+from tests.support.simulators.methods import COPYING, VOCAB, Net, copying, draft_model
 from tests.support.simulators.simulation import World
 
 pytestmark = pytest.mark.timeout(900)

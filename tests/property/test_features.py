@@ -16,8 +16,7 @@ from outrider.draft_tree import DraftTree
 from tests.support.models.features import CAPTURED, RowReader
 from tests.support.models.hash_model import HashModel
 from tests.support.simulators.feature_world import feature_world, run_random_requests
-from tests.support.simulators.methods import VOCAB, Clock
-from tests.support.simulators.network import Net
+from tests.support.simulators.methods import VOCAB, Clock, Net
 
 
 def bushy(model: HashModel, rng: random.Random, bushiness: float) -> Any:

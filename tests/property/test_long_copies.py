@@ -18,8 +18,7 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.types import Request
 from tests.support.simulators.devices import Numbers, ShortSighted, TokensAt
-from tests.support.simulators.methods import Clock
-from tests.support.simulators.network import Net
+from tests.support.simulators.methods import Clock, Net
 from tests.support.simulators.simulation import World
 
 VOCAB, PROMPT, ANSWER, ROWS, K, PAGES = 2048, 400, 1000, 8, 24, 4096

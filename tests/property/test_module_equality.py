@@ -29,8 +29,7 @@ from tests.support.checkpoints import block_checkpoints as blocks
 from tests.support.checkpoints import eagle_checkpoints as eagle
 from tests.support.models.features import CAPTURED, NUM_LAYERS, SIZE
 from tests.support.simulators.feature_world import feature_world, run_random_requests
-from tests.support.simulators.methods import VOCAB, Clock
-from tests.support.simulators.network import Net
+from tests.support.simulators.methods import VOCAB, Clock, Net
 
 pytestmark = pytest.mark.timeout(400)
 

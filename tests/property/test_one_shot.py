@@ -17,8 +17,7 @@ from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, ProposerLimits
 from tests.support.checkpoints.one_shot_checkpoints import random as weight
 from tests.support.models.features import SIZE
 from tests.support.simulators.feature_world import feature_world, run_random_requests
-from tests.support.simulators.methods import VOCAB, Clock
-from tests.support.simulators.network import Net
+from tests.support.simulators.methods import VOCAB, Clock, Net
 
 DEPTH, INNER = 3, 8
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer
@@ -27,14 +26,12 @@ from outrider.policy.base import Policy
 from outrider.types import Request
 from scorer_service.drafting.in_process import InProcessProposer
 from tests.support.models.hash_model import MASK, HashModel
-from tests.support.simulators.methods import VOCAB, DraftHash, Method, drafting_with
-from tests.support.simulators.network import Net, Player
-from tests.support.simulators.simulation import World
+from tests.support.simulators.methods import VOCAB, DraftHash, Method, Net, drafting_with
+from tests.support.simulators.simulation import Player, World
 
 PROMPT, ANSWER, K = 270, 256, 4
-TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index
-# By the first token: 0.73, 0.38 and 0.82 of the draft tokens are accepted.
-AGREEMENT = np.array([0.025, 0.40, 0.014], np.float32)
+# By the first token, which is the temperature: 0.73 and 0.38 of the draft tokens are accepted.
+AGREEMENT = np.array([0.025, 0.40], np.float32)
 _ROWS = (1, 8, 32, 64, 128, 256)  # the last two are reckoned from the device's FLOP/s
 _PLAIN_MS = (4.02, 4.39, 4.98, 5.6, 7.2, 10.5)
 _VERIFYING_MS = (4.29, 4.87, 6.08, 8.8, 16.0, 30.0)
@@ -44,7 +41,7 @@ DRAFT_MS = (0.61, 0.74, 0.84, 1.0, 1.67, 3.78, 7.5)
 _PROMPT_S, _DRAFT_PROMPT_S = 0.015e-3, 0.0045e-3  # a token
 NET = Net(0.4e-3, part_s=12e-6, chain_s=15e-6, tree_s=30e-6, node_s=1e-6)
 
-
+Work = dict[Callable[[], None], float]  # what ends it, and the seconds it would still take alone
 Numbers = NDArray[np.int64]
 TokensAt = Callable[[Numbers], Numbers]  # at places of texts
 
@@ -52,15 +49,14 @@ TokensAt = Callable[[Numbers], Numbers]  # at places of texts
 class ShortSighted(HashModel):
     """Says what follows from three tokens, the prompt and the position: fast with long texts."""
 
-    def forward(self, batch: PackedBatch) -> Tensor:
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
         self._slots[batch.slot_mapping.numpy()] = batch.input_ids.numpy()
         index, pages = batch.logits_index, batch.block_table.numpy()
         rows = torch.searchsorted(batch.cu_seqlens_q[1:].long(), index, right=True).numpy()
 
         def tokens_at(places: Numbers) -> Numbers:
             slots = pages[rows, places // self.page_size] * self.page_size
-            tokens: Numbers = self._slots[slots + places % self.page_size]
-            return tokens
+            return self._slots[slots + places % self.page_size]
 
         return torch.from_numpy(self.logits_at(batch.positions[index].numpy(), tokens_at))
 
@@ -69,9 +65,8 @@ class ShortSighted(HashModel):
         state = positions.astype(np.uint64)
         for places in (np.array(5), positions, positions - 1, positions - 2):
             tokens = tokens_at(np.maximum(0, places)).astype(np.uint64)
-            state = (state ^ (tokens + 1)) * np.uint64(0x01000193)
-            state = (state + np.uint64(0x9E3779B9)) & MASK
-            state ^= state >> np.uint64(15)
+            state = ((state ^ (tokens + 1)) * 0x01000193 + 0x9E3779B9) & MASK
+            state ^= state >> 15
         return self._logits(state)
 
 
@@ -81,14 +76,9 @@ class _Draft(DraftHash, ShortSighted):
         return super().logits_at(positions, tokens_at)
 
 
-def draft_1b(num_pages: int, **limits: int) -> Method:
-    """A draft model's proposer; `limits` are those of `ProposerLimits`."""
-
-    def forward_s(rows: int, tokens: int) -> float:
-        prompts_s = _DRAFT_PROMPT_S * tokens * (tokens > rows + 64)
-        return 1e-3 * float(np.interp(rows, DRAFT_ROWS, DRAFT_MS)) + prompts_s
-
-    return drafting_with(_Draft(0.0, forward_s, 16, num_pages, 1024), **limits)
+def _draft_s(rows: int, tokens: int) -> float:
+    prompts_s = _DRAFT_PROMPT_S * tokens * (tokens > rows + 64)
+    return 1e-3 * float(np.interp(rows, DRAFT_ROWS, DRAFT_MS)) + prompts_s
 
 
 class TwoDevices(World):
@@ -115,26 +105,25 @@ class TwoDevices(World):
     ) -> None:
         pages, most_rows, budget = 16_384, max(128, rows), self.max_num_batched_tokens
         config = EngineConfig(16, pages, most_rows, budget, 1024, enable_prefix_caching=False)
-        policy = policy or AdaptivePolicy(K)
-        policy.measured.steps.padded = not ragged
         target, rng = ShortSighted(VOCAB, 16, pages, 1024), random.Random(seed)
-        super().__init__(policy, config, partial(_step_s, ragged=ragged), rng, target)
+        step_s = partial(_step_s, ragged=ragged)
+        super().__init__(policy or AdaptivePolicy(K), config, step_s, rng, target)
+        self.policy.measured.steps.padded = not ragged
         self.engine.check_invariants = lambda: None  # type: ignore[method-assign]
         limits = {"prefill_budget": self.prefill_budget, "max_sessions": 2 * most_rows}
-        draft = draft_1b(pages, max_branches=max_branches, **limits)
-        self.add(draft, self.net, own_device=own_device)
-        self.temperature = temperature
-        self._speculate, self._seed = speculate, seed
+        draft = _Draft(0.0, _draft_s, 16, pages, 1024)
+        method = drafting_with(draft, max_branches=max_branches, **limits)
+        self.add(method, self.net, own_device=own_device)
+        self.temperature, self._seed = temperature, seed
+        self._speculation = SpeculationParams(enabled=speculate)
         self.set_rows(rows, apart=True)
 
     def _request(self, max_tokens: int) -> Request:
         i = len(self.requests)  # their ids begin at 1
         rng = random.Random(self._seed * 100_003 + i)
-        kind = TEMPERATURES.index(self.temperature)
-        prompt = (kind, *[rng.randrange(VOCAB) for _ in range(PROMPT)][1:])
+        prompt = (int(self.temperature), *[rng.randrange(VOCAB) for _ in range(PROMPT)][1:])
         sampling = SamplingParams(temperature=self.temperature, seed=i)
-        speculation = SpeculationParams(enabled=self._speculate)
-        return Request(i + 1, prompt, sampling, StopParams(max_tokens=max_tokens), speculation)
+        return Request(i + 1, prompt, sampling, StopParams(max_tokens), self._speculation)
 
 
 def _step_s(step: Step, *, ragged: bool) -> float:
@@ -159,35 +148,27 @@ class OneDevice(TwoDevices):
     share a GPU. Their Python is reckoned with what the device does.
     """
 
-    def __init__(
-        self, rows: int, temperature: float, *, slow: float = 0, slow_s: float = 0, **options: Any
-    ) -> None:
-        self._left_s = dict[Callable[[], None], float]()  # that work would still take alone
-        self._shared_at = 0.0
+    def __init__(self, *load: Any, slow: float = 0.0, slow_s: float = 0.0, **options: Any) -> None:
+        self._left_s: Work = {}
+        self._changed_at = 0.0
         self.net = replace(NET, slow_chance=slow, slow_s=slow_s)
-        super().__init__(rows, temperature, max_branches=0, own_device=False, **options)
+        super().__init__(*load, max_branches=0, own_device=False, **options)
 
     def _takes(self, seconds: float, then: Callable[[], None]) -> None:
-        self._share()
-        self._left_s[then] = seconds
-        self._await_next()
+        self._change({then: seconds})
 
-    def _share(self) -> None:
-        """Let all that is under way go on until now."""
-        passed_s, self._shared_at = self.now - self._shared_at, self.now
-        each_s = passed_s / max(1, len(self._left_s))
-        self._left_s = {work: left_s - each_s for work, left_s in self._left_s.items()}
-
-    def _await_next(self) -> None:
-        if left_s := self._left_s:
+    def _change(self, begun: Work, ended: Callable[[], None] | None = None) -> None:
+        """Let all that is under way go on until now; then something begins or ends."""
+        passed_s, self._changed_at = self.now - self._changed_at, self.now
+        left_s = {work: s - passed_s / len(self._left_s) for work, s in self._left_s.items()}
+        self._left_s = left_s = {work: s for work, s in left_s.items() if work != ended} | begun
+        if left_s:
             work = min(left_s, key=left_s.__getitem__)
             self.at(self.now + left_s[work] * len(left_s), partial(self._end, work, left_s))
 
-    def _end(self, work: Callable[[], None], left_s: dict[Callable[[], None], float]) -> None:
+    def _end(self, work: Callable[[], None], left_s: Work) -> None:
         if left_s is self._left_s:  # else it has become later since
-            self._share()
-            del self._left_s[work]
-            self._await_next()
+            self._change({}, work)
             work()
 
 
@@ -199,8 +180,8 @@ class InProcess(TwoDevices):
 
     max_num_batched_tokens, prefill_budget = 2048, 4096
 
-    def __init__(self, rows: int, temperature: float, **options: Any) -> None:
-        super().__init__(rows, temperature, max_branches=0, ragged=True, **options)
+    def __init__(self, *load: Any, **options: Any) -> None:
+        super().__init__(*load, max_branches=0, ragged=True, **options)
         step_s = self.step_s
         self.step_s = lambda step: step_s(step) - self._hidden_s
 
@@ -218,30 +199,18 @@ class InProcess(TwoDevices):
 
     def begin(self, request: Request) -> None:
         super().begin(request)
-        if not self._speculate:
-            return
-        engine, session, asked = self.engine, request.session_id, self.drafting
-        most = PROMPT + request.stop.max_tokens
+        session, asked, most = request.session_id, self.drafting, PROMPT + request.stop.max_tokens
         start = SessionStart((), request.sampling, K * asked, max_len=most)
-
-        def attach() -> None:
-            engine.set_drafting(session, DraftOffer("here", K, colocated=True, requested=asked))
-            self._here.open(engine, session, 1, start, PROMPT)
-
-        self._command(attach)
+        if self._speculation.enabled:
+            self.set_drafting(session, DraftOffer("here", K, colocated=True, requested=asked))
+            self._command(partial(self._here.open, self.engine, session, 1, start, PROMPT))
 
     def first_draft(self, *_: int) -> None:
-        pass
-
-    def lost(self, *_: int) -> None:
-        raise AssertionError
-
-    failed = lost
+        """It was told; `lost` and `failed` never are."""
 
     def _carry_out(self) -> None:
         super()._carry_out()
-        clock = self.players[0].clock
-        clock.now = self.now
+        (clock := self.players[0].clock).now = self.now
         self._here.draft_between_steps(self.engine)
         self._hidden_s = HOST_S * (self.now == clock.now)  # by the step before
         self.now = clock.now

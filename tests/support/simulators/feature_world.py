@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from outrider.config import EngineConfig
 from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.runner import Pending, Runner
-from outrider.engine.step import Step, StepResult
+from outrider.engine.runner import EagerStep, Runner
+from outrider.engine.step import Step
 from outrider.params import SamplingParams, StopParams
 from outrider.policy.base import FixedPolicy
 from outrider.types import Request
@@ -27,23 +26,13 @@ class FeatureModel(FeatureHash, HashModel):
     """The target."""
 
 
-@dataclass(frozen=True)
-class Done:
-    """A step whose work was done as it was launched."""
-
-    result: StepResult
-
-    verified = slots = None
-
-    def wait(self) -> StepResult:
-        return self.result
-
-
 class Eager(Runner):
     """Runs a step when it is launched, as a device does."""
 
-    def launch(self, step: Step) -> Pending:
-        return Done(super().launch(step).wait())
+    def launch(self, step: Step) -> EagerStep:
+        launched = EagerStep(self, step)
+        launched.run()
+        return launched
 
 
 def feature_world(

@@ -1,4 +1,4 @@
-"""Drafting methods on a simulated clock: real code over models with made-up times."""
+"""Drafting methods on a simulated clock: real code over models and nets with made-up times."""
 
 from __future__ import annotations
 
@@ -31,6 +31,25 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@dataclass(frozen=True)
+class Net:
+    """The way between a scorer and a proposer, one way, and the proposer's Python. Seconds."""
+
+    delay_s: float = 0.0001
+    part_s: float = 0.0  # for each session of a message
+    jitter_s: float = 0.0
+    stall_chance: float = 0.0  # per message
+    stall_s: float = 0.0
+    break_chance: float = 0.0  # per message: the stream breaks
+    repeat_chance: float = 0.0  # per block
+    reorder_chance: float = 0.0  # per block: it comes later than those after it
+    chain_s: float = 0.0
+    tree_s: float = 0.0
+    node_s: float = 0.0  # of a tree
+    slow_chance: float = 0.0  # per message of blocks: it takes `slow_s` longer
+    slow_s: float = 0.0
 
 
 class DraftHash(HashModel):

@@ -19,7 +19,7 @@ from outrider.engine.engine_thread import EngineThread
 from outrider.engine.hidden_states import streams
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
-from outrider.engine.runner import Runner
+from outrider.engine.runner import EagerStep, Runner
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
 from outrider.policy.base import FixedPolicy, Policy
@@ -27,7 +27,7 @@ from outrider.policy.row import Drafting
 from outrider.types import Request, StepEvents
 from tests.support.models.at_once import AtOnce
 from tests.support.models.features import CAPTURED, row
-from tests.support.simulators.feature_world import Done, Eager, FeatureModel
+from tests.support.simulators.feature_world import Eager, FeatureModel
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_model_len=128, max_num_batched_tokens=64)
 PROMPT = tuple(range(20))
@@ -287,7 +287,7 @@ def test_streams_read_rows_of_a_round_ahead(right: bool) -> None:
     done: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         _note(patch, HiddenStatePool, "read", done)
-        _note(patch, Done, "wait", done)
+        _note(patch, EagerStep, "wait", done)
         for _ in range(2):
             assert events is not None
             text += events.commits[0].token_ids

@@ -31,8 +31,7 @@ from outrider.types import Request
 from outrider.vllm.hosted_row import HostedRow
 from tests.support.models.hash_model import HashModel
 from tests.support.models.hash_trees import HashTrees
-from tests.support.simulators.methods import VOCAB, Clock, draft_model
-from tests.support.simulators.network import Net
+from tests.support.simulators.methods import VOCAB, Clock, Net, draft_model
 from tests.support.simulators.simulation import World
 
 

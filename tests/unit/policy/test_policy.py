@@ -23,9 +23,8 @@ from outrider.types import Request, RequestStats, StepEvents
 from scorer_service.core import POLICIES
 from scorer_service.drafting import outbox
 from tests.support.models.hash_model import HashModel
-from tests.support.simulators.methods import VOCAB, copying, draft_model
-from tests.support.simulators.network import Net, Player
-from tests.support.simulators.simulation import World
+from tests.support.simulators.methods import VOCAB, Net, copying, draft_model
+from tests.support.simulators.simulation import Player, World
 
 CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048)
 # Seconds of a step by its tokens: a 62 M model's on a CPU, and an 8B's on an H200.

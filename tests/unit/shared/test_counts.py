@@ -13,8 +13,7 @@ from outrider.params import SamplingParams, StopParams
 from outrider.policy.adaptive import AdaptivePolicy
 from outrider.policy.base import FixedPolicy
 from outrider.types import Request, StepEvents
-from tests.support.simulators.methods import draft_model
-from tests.support.simulators.network import Net
+from tests.support.simulators.methods import Net, draft_model
 from tests.support.simulators.simulation import World
 
 NUM_REQUESTS = 8
