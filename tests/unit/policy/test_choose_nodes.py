@@ -14,51 +14,33 @@ from numpy.typing import NDArray
 
 from outrider.policy import choose_nodes as module
 
+RATES, MORE_S = st.sampled_from((0.0, 0.3, 0.5, 0.9, 1.0)), st.sampled_from((0.0, 0.05, 0.2, 1.0))
+
 
 def choose_nodes(survivals: Sequence[float], seconds: Sequence[float], rows: int) -> list[int]:
     chosen, _ = module.choose_nodes(np.array(survivals), np.array(seconds), rows)
     return np.flatnonzero(chosen).tolist()
 
 
-@st.composite
-def drafts(draw: st.DrawFn) -> tuple[NDArray[np.float64], NDArray[np.int64], list[float], int]:
-    """Survivals and parents of up to nine nodes, seconds by number of tokens, and rows."""
-    parents = [draw(st.integers(-1, i - 1)) for i in range(draw(st.integers(1, 9)))]
-    survivals: list[float] = []
-    for parent in parents:
-        rate = draw(st.sampled_from((0.0, 0.3, 0.5, 0.9, 1.0)))
+@given(st.data(), st.integers(1, 9), st.integers(1, 5))
+def test_choice_in_any_trees_is_best(data: st.DataObject, num_nodes: int, rows: int) -> None:
+    """No other set that has the parents of its nodes brings more tokens a second."""
+    survivals, seconds = list[float](), [1.0 + data.draw(MORE_S)]
+    closed_sets: list[list[int]] = [[]]
+    for node in range(num_nodes):
+        parent, rate = data.draw(st.integers(-1, node - 1)), data.draw(RATES)
         survivals.append(rate * (1.0 if parent < 0 else survivals[parent]))
-    more_s = [draw(st.sampled_from((0.0, 0.05, 0.2, 1.0))) for _ in range(len(parents) + 1)]
-    seconds = [1.0 + total for total in itertools.accumulate(more_s)]
-    return np.array(survivals), np.array(parents), seconds, draw(st.integers(1, 5))
-
-
-def closed_sets(parents: NDArray[np.int64]) -> list[list[int]]:
-    sets: list[list[int]] = [[]]
-    for node, parent in enumerate(parents):
-        sets += [[*nodes, node] for nodes in sets if parent < 0 or parent in nodes]
-    return sets
-
-
-@given(drafts())
-def test_choose_nodes_of_any_trees_is_closed_and_the_best_of_all_sets(
-    case: tuple[NDArray[np.float64], NDArray[np.int64], list[float], int],
-) -> None:
-    survivals, parents, seconds, rows = case
-
-    def speed(nodes: list[int]) -> float:
-        return (rows + float(survivals[nodes].sum())) / seconds[len(nodes)]
-
-    nodes = choose_nodes(survivals, seconds, rows)
-    assert nodes in closed_sets(parents)
-    assert speed(nodes) == pytest.approx(max(map(speed, closed_sets(parents))))
+        seconds.append(seconds[-1] + data.draw(MORE_S))
+        closed_sets += [[*nodes, node] for nodes in closed_sets if parent < 0 or parent in nodes]
+    gains = [rows + sum(survivals[node] for node in nodes) for nodes in closed_sets]
+    speeds = [gain / seconds[len(nodes)] for gain, nodes in zip(gains, closed_sets, strict=True)]
+    chosen = choose_nodes(survivals, seconds, rows)
+    assert speeds[closed_sets.index(chosen)] == pytest.approx(max(speeds))
 
 
 def test_choose_nodes_of_256_rows_takes_well_under_a_tenth_of_a_millisecond() -> None:
-    rates = np.random.default_rng(1).random((256, 16))
-    survivals = np.cumprod(0.5 + 0.5 * rates, axis=1).ravel()
-    seconds = 5e-3 + 2e-5 * np.arange(256, 4353)
-    args = survivals, seconds, 256
+    survivals = np.random.default_rng(1).uniform(0.5, 1.0, (256, 16)).cumprod(axis=1).ravel()
+    args = survivals, 5e-3 + 2e-5 * np.arange(256, 4353), 256
     assert min(timeit.repeat(lambda: module.choose_nodes(*args), number=1, repeat=2000)) < 1e-4
 
 
