@@ -258,7 +258,7 @@ def _start(
         gpu = args.gpus[0 if name in (_BASE, bare, *ours) else -1]
         peers = GpuPeers(place, args, log_dir, children, gpu)
         options = fitting | {"speculative_config": speculations[name]}
-        options |= {"async_scheduling": True} if name.endswith(_AHEAD) else {}
+        options |= {"async_scheduling": True} if _AHEAD in name else {}
         options |= {} if name in (bare, *ours) else args.their_options
         try:
             if name not in (bare, *ours):
@@ -302,9 +302,8 @@ def _ours(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
         for method in args.methods
         for k in (args.num_speculative_tokens, *args.more_tokens)
     }
-    ahead = {f"{name}{_AHEAD}": each for name, each in found.items() if args.ahead}
-    within = {f"{name}{_WITHIN}": each for name, each in found.items() if args.within}
-    return found | ahead | within
+    found |= {f"{name}{_AHEAD}": each for name, each in found.items() if args.ahead}
+    return found | {f"{name}{_WITHIN}": each for name, each in found.items() if args.within}
 
 
 def _drafting(args: argparse.Namespace, method: str) -> list[str]:

@@ -269,6 +269,13 @@ class ColocatedProposer(Protocol):
     def busy(self) -> bool:
         """Tell whether drafts are wanted though no step has ended."""
 
+    @property
+    def launched_drafts(self) -> DeviceDrafts | None:
+        """Return where drafts behind the step in flight will be, by session; None without such.
+
+        A step that begins with them is launched without a word of the host.
+        """
+
     def draft_between_steps(self, engine: ColocatedEngine) -> None:
         """Draft for the step to come."""
 

@@ -63,6 +63,13 @@ class AsyncProposer(Protocol):
         for those that the next `draft` would give none.
         """
 
+    @property
+    def launched_drafts(self) -> DeviceDrafts | None:
+        """Return the place of the drafts that were launched last, before the commits are made.
+
+        None if there are none, or only the host will have them.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class _Launched(Generic[D]):
@@ -111,6 +118,16 @@ class AsyncDrafts(Generic[S, D]):
             placed = {state.key: (i, row) for i, (state, _, row) in enumerate(rows)}
             self._launched = _Launched(loop, placed)
         return loop is not None
+
+    @property
+    def launched(self) -> DeviceDrafts | None:
+        """Implement `AsyncProposer.launched_drafts`."""
+        launched = self._launched
+        if launched is None or (nodes := launched.loop.nodes) is None:
+            return None
+        rows, most = launched.rows.items(), nodes.tokens.shape[1]
+        places = {key: place for key, (place, _) in rows}
+        return DeviceDrafts(nodes, places, {key: min(row.wanted, most) for key, (_, row) in rows})
 
     def on_device(self, states: Sequence[S], gets_none: Callable[[S], bool]) -> DeviceDrafts | None:
         """Return the place on the device of what `take` returns.

@@ -50,6 +50,7 @@ class _NoProposer:
     """Implements `ColocatedProposer` where nothing is drafted on the engine's thread."""
 
     busy = False
+    launched_drafts = None
 
     def draft_between_steps(self, engine: ColocatedEngine) -> None: ...
 

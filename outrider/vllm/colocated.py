@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from outrider.draft_port import DeviceDrafts, GrownText, PostedBlock, ThreadHiddenStates
+from outrider.draft_port import (
+    DeviceDrafts,
+    GrownText,
+    PostedBlock,
+    ThreadHiddenStates,
+    VerifyOutput,
+)
 from outrider.params import TokenIds
 from outrider.rounds import BlockFate
 from outrider.vllm.hosted_row import HostedRow
@@ -18,14 +24,15 @@ Arrived = Callable[[HostedRow, PostedBlock, BlockFate], None]
 class HostedEngine:
     """Implements `ColocatedEngine`. Its drafts pass through the host."""
 
-    verify_output = None
-
     def __init__(self, rows: Mapping[int, HostedRow], arrived: Arrived) -> None:
         """Take the host's rows by session, and what counts a block that came for one."""
         self._rows = rows
         self._arrived = arrived
         self.features: ThreadHiddenStates | None = None
         self.grown_texts: Sequence[GrownText] = ()
+        self.verify_output: VerifyOutput | None = None
+        self.placed = False
+        """The running step has the drafts that were launched behind the one before."""
 
     def grew(self, rows: Iterable[HostedRow]) -> None:
         """Note the rows that a step emitted tokens for, until `heard`."""
@@ -57,6 +64,6 @@ class HostedEngine:
         return True
 
     def schedule_with_device_drafts(self, drafts: DeviceDrafts) -> bool:  # noqa: ARG002
-        return False
+        return self.placed
 
     def count_drafting(self, seconds: float) -> None: ...

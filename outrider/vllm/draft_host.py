@@ -13,11 +13,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from outrider.draft_port import ColocatedProposer, HiddenStateControl, NoHiddenStates
+from outrider.draft_port import (
+    ColocatedProposer,
+    DeviceDrafts,
+    HiddenStateControl,
+    NoHiddenStates,
+    VerifyOutput,
+)
 from outrider.draft_tree import DraftTree
 from outrider.rounds import chain_outcome
 from outrider.rows.tracker import DraftTracker
@@ -34,11 +40,15 @@ from outrider.types import (
 from outrider.vllm.accounting import Accounting, Emitted, Scheduled
 from outrider.vllm.ahead.branch_table import BranchTable
 from outrider.vllm.ahead.branches import Branches
+from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from outrider.vllm.colocated import HostedEngine
 from outrider.vllm.hidden_states.hosted import HostedStates
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
 from outrider.vllm.waiting import Lockstep
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NO_DRAFT: Final[list[int]] = []
 _KEPT_STATS: Final = 4096  # of requests that ended, until somebody asks
@@ -86,6 +96,7 @@ class DraftHost(Inbox):
         self._k = num_speculative_tokens
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
+        self._ahead = ahead
         self._max_graph_rows = 0 if ahead else max_graph_rows  # of steps that are filled up here
         steps = policy.measured.steps
         steps.padded = ahead or max_graph_rows > 0
@@ -99,6 +110,7 @@ class DraftHost(Inbox):
         self.engine = HostedEngine(self._by_session, self._accounting.block_arrived)
         """The host as a proposer on the stepping thread sees it."""
         self._colocated: ColocatedProposer | None = None
+        self._behind: DeviceDrafts | None = None  # that it launched behind the running step
         self._untold: StepEvents | None = None
         self._ended: OrderedDict[str, RequestStats] = OrderedDict()
 
@@ -362,14 +374,89 @@ class DraftHost(Inbox):
         if events is not None:
             self.listener.stepped(events)
 
+    @property
+    def reports(self) -> bool:
+        """Tell whether a proposer elsewhere hears of the last commit."""
+        return any(row.drafting.proposer.reported_to for row in self._accounting.step.rows)
+
     def account(self) -> None:
         """Count the step that ended, while the device works on the next one."""
         events = self._accounting.finish(len(self._rows))
         if events is not None:
             self.listener.stepped(events)
         self.take_early()
-        if self._colocated is not None:
+        if self._colocated is not None and not self._ahead:
             self._colocated.after_launch(self.engine)
+
+    def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
+        """Return the drafts that the device makes behind the running step; None without such.
+
+        `rooms` are the rows of the next step, each with its room for draft tokens. A row of the
+        proposer on this thread may have none: of one whose prompt has just ended it makes the first
+        draft behind the next step. None, too, for trees, or if a row of another proposer wants a
+        draft.
+        """
+        if (drafts := self._behind) is None or drafts.nodes.parents is not None:
+            return None
+        sources: list[int] = []
+        lengths: list[int] = []
+        prompts: list[HostedRow] = []
+        for name, room in rooms.items():
+            row = self._rows.get(name)
+            place = -1 if row is None else drafts.places.get(row.session_id, -1)
+            sources.append(place)
+            lengths.append(min(room, drafts.lengths[row.session_id]) if row and place >= 0 else 0)
+            if place >= 0 or row is None:
+                continue
+            if not row.drafting.proposer.colocated and room and row.drafting.num_draft_tokens:
+                return None
+            if not row.num_output_tokens:
+                prompts.append(row)
+        if not any(lengths):
+            return None
+        if self._states is not None and prompts:
+            self._states.begin_prompts(prompts)
+        return PlacedDrafts(drafts.nodes.tokens, sources, lengths)
+
+    def draft_now(self) -> None:
+        """Let the proposer on this thread hear of the last commit, for the step after the next."""
+        if self._colocated is not None:
+            self._take_messages(0.0)
+            self.engine.placed = True
+            self._colocated.draft_between_steps(self.engine)
+            self.engine.placed = False
+            self.engine.heard()
+
+    def draft_behind(
+        self, names: Sequence[str], emitting: Collection[int], tokens: Callable[[], Tensor]
+    ) -> None:
+        """Let the proposer on this thread launch drafts behind the step that was launched.
+
+        `names` are its rows, those at `emitting` places emit tokens, and `tokens` returns what they
+        emit on the device, as in a `VerifyOutput`.
+        """
+        if self._colocated is None:
+            return
+        running = self._accounting.step.running.tokens
+        rows: dict[int, tuple[HostedRow, int]] = {}
+        for place in emitting:
+            row, num_tokens = self._rows.get(names[place]), running.get(names[place], 0)
+            if row is None or row.ended or not row.num_output_tokens:
+                continue
+            if num_tokens <= 1 + self._k:  # else its text is computed again
+                rows[place] = row, num_tokens
+        if self._states is not None:
+            self._states.read_ahead(rows)
+        verifying = [
+            (row.session_id, len(row.token_ids), place, row.num_verified, wanted, False)
+            for place, (row, _) in rows.items()
+            if (wanted := row.drafting.num_draft_tokens) and row.request.constraint is None
+        ]
+        if verifying:
+            self.engine.verify_output = VerifyOutput(verifying, tokens())
+        self._colocated.after_launch(self.engine)
+        self._behind = self._colocated.launched_drafts if verifying else None
+        self.engine.verify_output = None
 
     def take_early(self) -> None:
         """Take in what came while the device works, so as not to delay the next drafts by it."""

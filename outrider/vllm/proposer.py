@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from outrider.params import MAX_SPECULATIVE_TOKENS, VerificationRule
 from outrider.types import RequestStats
 from outrider.vllm import adapter, versions
 from outrider.vllm.ahead.branch_table import BranchTable
+from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from outrider.vllm.ahead.steps import StepsAhead
 from outrider.vllm.draft_host import DraftHost
 from outrider.vllm.draft_server import DraftServer, ServerOptions, states_read_by
@@ -34,6 +35,8 @@ from outrider.vllm.requests import read_request
 from outrider.vllm.waiting import POLICIES
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from scorer_service.drafting.in_process import InProcessProposer
 
 _MAX_FAULTS = 16  # then the draft side is given up
@@ -65,10 +68,6 @@ class RemoteProposer:
         self._ahead = adapter.schedules_ahead(vllm_config)
         self._alone = served.num_ranks == 1  # else all ranks would need the same branches
         self._methods = self._options.methods(served.model, served.device)
-        if self._ahead and self._methods:
-            raise ConfigError(
-                "--in-process-proposer drafts between vLLM's steps: leave --async-scheduling out."
-            )
         asked = self._options.hidden_features or states_read_by(self._methods)
         self._features = None if asked is None else states_of(asked, vllm_config)
         self._num_faults = 0
@@ -189,6 +188,12 @@ class RemoteProposer:
 
     # For steps that are scheduled ahead: see `outrider.vllm.ahead.steps.DraftSide`.
 
+    def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
+        if not self._alone:
+            return None
+        found = self._tend("drafts were not placed", lambda host: host.drafts_behind(rooms))
+        return found if isinstance(found, PlacedDrafts) else None
+
     def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
         if not self._alone:
             return False
@@ -205,8 +210,10 @@ class RemoteProposer:
     def commit(self, output: adapter.StepOutput) -> None:
         def commit(host: DraftHost) -> None:
             host.commit(*output)
+            host.draft_now()
             host.tell()
-            time.sleep(HAND_OVER_S)  # proposers are told on the event loop
+            if host.reports:  # on the event loop
+                time.sleep(HAND_OVER_S)
 
         self._tend("a step was not committed", commit)
 
@@ -238,6 +245,12 @@ class RemoteProposer:
 
     def launched(self) -> None:
         self._tend("a step was not counted", lambda host: host.account())
+
+    def sampled(
+        self, names: Sequence[str], emitting: Collection[int], tokens: Callable[[], Tensor]
+    ) -> None:
+        fault = "drafts were not launched"
+        self._tend(fault, lambda host: host.draft_behind(names, emitting, tokens))
 
     def awaited(self) -> None:
         self._tend("drafts were not taken", lambda host: host.take_early())

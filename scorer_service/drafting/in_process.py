@@ -157,6 +157,12 @@ class InProcessProposer:
     def busy(self) -> bool:
         return bool(self._queue.wanting)
 
+    @property
+    def launched_drafts(self) -> DeviceDrafts | None:
+        """Return where drafts behind the step in flight will be, by session; None without such."""
+        drafts = self._drafts_behind and self._drafts_behind.launched_drafts
+        return self._of_sessions(drafts) if drafts else None
+
     def draft_between_steps(self, engine: ColocatedEngine) -> None:
         began = self._clock()
         self._on_device = False
@@ -284,17 +290,22 @@ class InProcessProposer:
 
         False if there are none, or the step cannot.
         """
-        proposer, wanting, sessions = self._drafts_behind, self._queue.wanting, self._sessions
+        proposer, wanting = self._drafts_behind, self._queue.wanting
         if not wanting or proposer is None:
             return False
         drafts = proposer.device_drafts([*wanting])
         if drafts is None:
             return False
+        return engine.schedule_with_device_drafts(self._of_sessions(drafts))
+
+    def _of_sessions(self, drafts: DeviceDrafts) -> DeviceDrafts:
+        """Return drafts of a method's keys by the sessions that are known."""
+        sessions = self._sessions
         places, lengths = (
-            {sessions[key].id: number for key, number in each.items()}
+            {sessions[key].id: number for key, number in each.items() if key in sessions}
             for each in (drafts.places, drafts.lengths)
         )
-        return engine.schedule_with_device_drafts(DeviceDrafts(drafts.nodes, places, lengths))
+        return DeviceDrafts(drafts.nodes, places, lengths)
 
     def _launch_after_verify(self, engine: ColocatedEngine) -> None:
         """Launch the drafts that the step in flight will ask for behind it on the device."""

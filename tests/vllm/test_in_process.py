@@ -1,14 +1,23 @@
-"""A proposer within vLLM's worker, which drafts between its steps."""
+"""A proposer within vLLM's worker, which drafts between its steps or behind them."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from outrider.drafting.building import heads
+from outrider.drafting.building.loops import loop_shapes, recurrent_shapes
+from outrider.drafting.graphs.loops import CapturedLoops, DraftSampler, LoopCapture
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.errors import ConfigError
-from outrider.vllm import adapter
+from outrider.vllm.ahead.steps import StepsAhead
+from tests.support.models.by_tensors import by_tensors
+from tests.support.models.recordable import rerun
+from tests.support.services.vllm_ahead import let_cpu_schedule_ahead
 from tests.vllm.conftest import Engine
 from tests.vllm.test_ahead import LONG
 from tests.vllm.test_hidden_states import config_of
@@ -20,30 +29,90 @@ FLAGS = "--port 0 --data-port 0 --speculation-policy fixed --in-process-proposer
 KEPT: list[Engine] = []
 """An engine that is collected ends what all engines of a process share."""
 
-
-def drafting(method: str, **options: Any) -> Engine:
-    """Start an engine whose worker drafts by a method."""
-    engine = Engine(additional_config={"outrider": FLAGS.format(method)}, **options)
-    KEPT.append(engine)
-    return engine
+Start = Callable[..., Engine]
 
 
+@pytest.fixture(scope="module")
+def drafting(engine: Engine) -> Iterator[Start]:  # noqa: ARG001
+    """Starts an engine whose worker drafts by a method."""
+    from outrider.vllm.ahead_config import allow
+
+    with pytest.MonkeyPatch.context() as patch:
+        let_cpu_schedule_ahead(patch)
+        allow()
+
+        def start(method: str, **options: Any) -> Engine:
+            ours = Engine(additional_config={"outrider": FLAGS.format(method)}, **options)
+            KEPT.append(ours)
+            return ours
+
+        yield start
+
+
+@contextlib.contextmanager
+def captured_loops(patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Let methods capture loops as on a GPU; yields how many are launched behind a step."""
+    # Imported once vLLM has looked for its kernels in all modules.
+    from outrider.drafting.building import draft_model
+    from outrider.drafting.draft_model.loops import DraftModelLoops
+
+    def of_head(*_: Any) -> Any:
+        shapes = recurrent_shapes(max_rows=16, max_draft_tokens=4)
+        return contextlib.nullcontext(LoopCapture(shapes, rerun, DraftSampler()))
+
+    counts: Counter[str] = Counter()
+    launch, find_made = CapturedLoops.launch_after_verify, StepsAhead._find_made
+
+    def counted(*args: Any) -> Any:
+        loop = launch(*args)
+        counts["behind"] += loop is not None
+        return loop
+
+    def found(steps: StepsAhead) -> Any:
+        made = find_made(steps)
+        counts["placed"] += made is not None
+        return made
+
+    class CapturedChains:
+        @staticmethod
+        def of(model: Any) -> DraftModelLoops:
+            model._backend = by_tensors
+            shapes = loop_shapes(max_sessions=16, max_draft_tokens=4, max_branches=0)
+            return DraftModelLoops(model, LoopCapture(shapes, rerun, DraftSampler()))
+
+    patch.setattr(StepsAhead, "_find_made", found)
+    patch.setattr(draft_model, "LlamaChains", CapturedChains)
+    patch.setattr(heads, "_cached_capture", of_head)
+    patch.setattr(heads, "choose_backend", lambda *_: by_tensors)
+    patch.setattr(CapturedLoops, "launch_after_verify", counted)
+    yield counts
+
+
+def check_texts(ours: Engine, engine: Engine, *, often: bool = True) -> None:
+    for kind, params in KINDS.items():
+        expected = engine.texts(PROMPTS, **params)
+        engine.drafted()
+        ours.drafted()
+        assert ours.texts(PROMPTS, **params) == expected, kind
+        drafted, accepted = ours.drafted()
+        assert not often or accepted > drafted / 5 > 0, kind
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turns", "ahead"])
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
 def test_engine_with_proposer_in_its_worker_emits_the_same_texts(
-    method: str, engine: Engine
+    method: str, ahead: bool, engine: Engine, drafting: Start
 ) -> None:
-    ours = drafting(method)
-    for kind, params in KINDS.items():
-        assert ours.texts(PROMPTS, **params) == engine.texts(PROMPTS, **params), kind
-        if method == "draft_model":
-            drafted, accepted = ours.drafted()
-            assert accepted > drafted / 5 > 0, kind
+    ours = drafting(method, async_scheduling=ahead)
+    check_texts(ours, engine, often=method != "ngram")
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turns", "ahead"])
 def test_head_in_its_worker_keeps_texts_through_preemption_and_failures(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ahead: bool, engine: Engine, drafting: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = drafting("eagle3", block_size=32, num_gpu_blocks_override=64)  # for a part of the texts
+    # Pages for a part of the texts.
+    ours = drafting("eagle3", async_scheduling=ahead, block_size=32, num_gpu_blocks_override=64)
     for kind, params in (*KINDS.items(), ("long", LONG)):
         assert ours.texts(PROMPTS, **params) == engine.texts(PROMPTS, **params), kind
         drafted, accepted = ours.drafted()
@@ -60,12 +129,17 @@ def test_head_in_its_worker_keeps_texts_through_preemption_and_failures(
     assert ours.texts(PROMPTS, **params) == engine.texts(PROMPTS, **params)
 
 
-def test_proposer_in_the_worker_and_steps_ahead_are_refused_together(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_steps_begin_with_drafts_that_were_made_behind_the_last(
+    method: str, engine: Engine, drafting: Start
 ) -> None:
-    monkeypatch.setattr(adapter, "schedules_ahead", lambda _: True)
-    with pytest.raises(ConfigError, match="leave --async-scheduling out"):
-        config_of("--in-process-proposer '--method ngram'")
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch, captured_loops(patch) as counts:
+        ours = drafting(method, async_scheduling=True, max_num_seqs=6)  # requests come and go
+        check_texts(ours, engine)
+    steps = counts["behind"]
+    assert steps >= counts["placed"] > steps / 2 > 50
+
+
+def test_flags_of_no_proposer_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"in-process-proposer.*no-such-flag"):
         config_of("--in-process-proposer '--method ngram --no-such-flag 1'")

@@ -144,6 +144,11 @@ class DraftModelProposer(SessionMethod[DraftState]):
             return None
         return self._async_drafts.on_device(states, lambda state: state.patient)
 
+    @property
+    def launched_drafts(self) -> DeviceDrafts | None:
+        """Implement `AsyncProposer`."""
+        return None if self._async_drafts is None else self._async_drafts.launched
+
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
         if self._brancher is None:
             self._publish()

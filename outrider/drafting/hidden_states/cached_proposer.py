@@ -177,6 +177,11 @@ class CachedHeadProposer(FeatureMethod):
             return None
         return self._async_drafts.on_device(states, _is_left_out)
 
+    @property
+    def launched_drafts(self) -> DeviceDrafts | None:
+        """Implement `AsyncProposer`."""
+        return self._async_drafts.launched
+
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         """Feed rows of sessions that another method drafts for.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.draft_port import StepStates
 from outrider.engine.hidden_states.paged_row import PagedRow
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
-from outrider.engine.step import RowSlots, Step
+from outrider.engine.step import RowSlots
 from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 
 log = logging.getLogger(__name__)
@@ -130,12 +130,15 @@ class HiddenStateStreams:
         """Forget a matrix that nobody uses."""
         self._projections.pop(sha256, None)
 
-    def read_ahead(self, step: Step, slots: RowSlots | None = None) -> None:
+    def read_ahead(
+        self, step: Iterable[tuple[PagedRow, int, int]], slots: RowSlots | None = None
+    ) -> None:
         """Begin to copy the rows that the step in flight writes, accepted or not.
 
-        The step's `slots` spare most steps a list of their own. Only rows of rounds are copied,
-        which are few; `gather` copies all others. It also copies those of a proposer on this
-        thread, unless `were_read` says that a loop has read them.
+        `step` has its rows, each with its first position there and how many tokens it has. Their
+        `slots` spare most steps a list of their own. Only rows of rounds are copied, which are few;
+        `gather` copies all others. It also copies those of a proposer on this thread, unless
+        `were_read` says that a loop has read them.
         """
         self._ahead, self._read = {}, set()
         if not self._max_ahead_bytes or not self._streams:
@@ -143,13 +146,13 @@ class HiddenStateStreams:
         began, row_bytes = time.perf_counter(), self._pool.spec.row_bytes
         expected: dict[FeatureSpec, list[tuple[_Part, int]]] = {}  # and their places in `slots`
         streams, places = self._streams, repeat(0) if slots is None else slots.firsts
-        for (seq, tokens, _, _, _), first in zip(step.rows, places, strict=False):
+        for (seq, start, num_tokens), first in zip(step, places, strict=False):
             stream = streams.get(seq.session_id)
             if stream is None or stream.seq is not seq or not seq.drafting.num_draft_tokens:
                 continue
             # The accepted nodes of a tree move to their place before this is read.
-            passed, start = stream.passed, tokens.start
-            count = start + len(tokens.token_ids) - passed
+            passed = stream.passed
+            count = start + num_tokens - passed
             if 0 < count <= MAX_ROUND_ROWS:
                 if passed != start:  # it is read from another slot on
                     slots = None
@@ -205,14 +208,30 @@ class HiddenStateStreams:
         began = time.perf_counter()
         for spec, parts in self._choose(sessions).items():
             missing = self._take_ahead(ahead[spec], parts) if spec in ahead else parts
-            try:
-                if missing:
-                    copy = self._copy(spec, missing, self._slots(missing))
-                    copy.begin()
-                    self._copies.append(copy)
-            except Exception:
-                self._give_up(missing)
+            if missing:
+                self._begin_copy(spec, missing)
         self._seconds += time.perf_counter() - began
+
+    def begin_prompts(self, seqs: Iterable[PagedRow]) -> None:
+        """Begin to copy what the step in flight computes of prompts, whatever it emits."""
+        began, streams = time.perf_counter(), self._streams
+        due = [
+            (seq.num_computed - stream.passed, stream)
+            for seq in seqs
+            if (stream := streams.get(seq.session_id)) is not None and stream.seq is seq
+        ]
+        asking = [(n, each) for n, each in due if n > 0 and each.seq.drafting.num_draft_tokens]
+        for spec, parts in self._divide(asking).items():
+            self._begin_copy(spec, parts)
+        self._seconds += time.perf_counter() - began
+
+    def _begin_copy(self, spec: FeatureSpec, parts: list[_Part]) -> None:
+        try:
+            copy = self._copy(spec, parts, self._slots(parts))
+            copy.begin()
+            self._copies.append(copy)
+        except Exception:
+            self._give_up(parts)
 
     @property
     def copied(self) -> bool:
@@ -265,6 +284,10 @@ class HiddenStateStreams:
                     waiting.append((due, stream))
         if read:
             self._on_host = self._on_host or []  # `take` tells the time it took
+        return self._divide(waiting)
+
+    def _divide(self, waiting: list[tuple[int, _Stream]]) -> dict[FeatureSpec, list[_Part]]:
+        """Return what is read now of streams, each with how many of its rows are due."""
         waiting.sort(key=itemgetter(0))  # rounds before prompts
         parts: dict[FeatureSpec, list[_Part]] = {}
         left = max(1, MAX_READ_BYTES // self._pool.spec.row_bytes)

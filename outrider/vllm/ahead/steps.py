@@ -4,8 +4,9 @@ With `--async-scheduling` vLLM prepares a step while the one before runs, with r
 `num_speculative_tokens` draft tokens in each row. It corrects positions on the device, once that
 knows how many tokens were accepted. So drafts may come last, in one of two ways:
 
-- The device chooses each row's draft by what the step before emitted, from a table of branches. The
-  step is launched before the host has read that, and the device need not wait for the host.
+- The device chooses each row's draft by what the step before emitted, from a table of branches, or
+  has made them behind that step. The step is launched before the host has read what was emitted,
+  and the device need not wait for the host.
 - The host reads what the step before emitted, commits it, and chooses the drafts. Then it launches
   the step. So it may wait for drafts.
 
@@ -16,7 +17,7 @@ choose tokens (lengths, penalties, `min_tokens`, grammars) is set right before i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from outrider.vllm.adapter import StepOutput, StepPlan, draft_places, draft_token_ids
 from outrider.vllm.ahead.branch_table import BranchTable, as_outcomes
+from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from outrider.vllm.min_tokens import held_by_texts
 
 _NONE = -1  # equals no token
@@ -36,6 +38,13 @@ class DraftSide(Protocol):
 
     def awaited(self) -> None:
         """Take in what came while the last step ran."""
+
+    def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
+        """Return the drafts that the device makes behind the running step, if it makes them all.
+
+        `rooms` are the rows of the next step, each with its room for draft tokens.
+        """
+        ...
 
     def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
         """Write rows' drafts by how the running step may end; False if there can be none.
@@ -70,6 +79,15 @@ class DraftSide(Protocol):
     def launched(self) -> None:
         """Keep the books of the step before, while one runs."""
 
+    def sampled(
+        self, names: Sequence[str], emitting: Collection[int], tokens: Callable[[], Tensor]
+    ) -> None:
+        """Launch what follows on the device from what a step emits.
+
+        `names` are its rows; those at the `emitting` places emit `tokens`, int [rows, 1 + width]:
+        drafts accepted, and then the target's choices.
+        """
+
 
 class _Launched(NamedTuple):
     """A step whose tokens the device has chosen, or will choose."""
@@ -94,6 +112,7 @@ class StepsAhead:
         self._room: dict[str, int] = {}  # for draft tokens, by row of the step
         self._draftable = False  # the rows may have drafts
         self._chooses = False  # the device chooses the drafts, if the result does not come first
+        self._made: PlacedDrafts | None = None  # it has made them behind the step before
         self._plan: Any = None  # vLLM's `SchedulerOutput` of the step
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
@@ -101,6 +120,7 @@ class StepsAhead:
         self._placed: tuple[list[str], list[list[int]]] = ([], [])
         """Rows of the step, and their draft tokens with `_NONE` for each that lacks."""
         self._outcomes: Any = None  # of the rows of the step that is sampled
+        self._emitted: Any = None  # of the same: how many tokens, and which
         self._began_at = 0.0
         pinned = runner.device.type == "cuda"  # then the device copies from it by itself
         most = max_num_seqs * num_draft_tokens
@@ -147,7 +167,8 @@ class StepsAhead:
             and not scheduler_output.pending_structured_output_tokens
         )
         self._draftable = any(room) and not unchecked
-        self._chooses = self._draftable and self._choose()
+        self._made = self._find_made() if self._draftable else None
+        self._chooses = self._made is not None or (self._draftable and self._choose())
         if self._embeds_drafts:
             self._decide()
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
@@ -160,6 +181,17 @@ class StepsAhead:
     def _is_known(self) -> bool:
         """Tell whether the host can read how the step before ended."""
         return self._last is None or self._last.copied.query()
+
+    def _find_made(self) -> PlacedDrafts | None:
+        """Place what the device makes behind the step before, if it makes drafts for all rows."""
+        # Penalties and grammars need the tokens on the host.
+        texts = self._runner.input_batch.sampling_metadata.output_token_ids
+        if texts or self._plan.has_structured_output_requests or self._last is None:
+            return None
+        made = self._side.drafts_behind(self._room)
+        if made is not None:
+            self._place(made.fill([*self._room.values()]), complete=False)
+        return made
 
     def _choose(self) -> bool:
         """Have the device choose drafts when the step before has ended; False if it has."""
@@ -179,7 +211,8 @@ class StepsAhead:
 
     def _decide(self) -> None:
         """Decide who chooses the drafts; if it is the host, read how the step before ended."""
-        self._chooses = self._chooses and self._side.await_branches(self._table, self._is_known)
+        if self._made is None and self._chooses:
+            self._chooses = self._side.await_branches(self._table, self._is_known)
         if self._chooses:
             return
         names, room = list(self._room), self._room.values()
@@ -202,7 +235,8 @@ class StepsAhead:
         output = self._forward(*args, **kwargs)
         if self._chooses:
             self._chooses = False
-            self._side.add_branches(self._table, self._is_known)
+            if self._made is None:
+                self._side.add_branches(self._table, self._is_known)
             self._began_at = time.perf_counter()  # the device has begun
             if (last := self._read()) is not None:
                 self._side.commit(last)
@@ -210,6 +244,10 @@ class StepsAhead:
         return output
 
     def _take_chosen(self) -> None:
+        if self._made is not None:
+            self._placed = list(self._room), [[] for _ in self._room]
+            self._side.chosen(dict(zip(self._room, self._made.lengths, strict=True)))
+            return
         rooms = zip(self._table.chosen(), self._room.values(), strict=True)
         drafts = [draft[:room] for draft, room in rooms]
         self._placed = list(self._room), drafts
@@ -279,6 +317,7 @@ class StepsAhead:
         counts = (token_ids >= 0).sum(dim=1, dtype=torch.int32)
         latest = token_ids.gather(1, (counts.long() - 1).clamp(min=0)[:, None])[:, 0]
         self._outcomes = as_outcomes(counts, latest)
+        self._emitted = counts, token_ids
         self._runner._copy_valid_sampled_token_count(latest, counts)
         return self._keep_books(scheduler_output, sampler_output, *args, **kwargs)
 
@@ -289,7 +328,13 @@ class StepsAhead:
             within_prompt = frozenset(output._invalid_req_indices)
             copied = output.async_copy_ready_event
             self._last = _Launched(names, token_ids, copied, within_prompt, self._outcomes)
+            emitting = [row for row in range(len(names)) if row not in within_prompt]
+            self._side.sampled(names, emitting, self._verify_output)
         return output
+
+    def _verify_output(self) -> Tensor:
+        counts, token_ids = self._emitted
+        return torch.cat(((counts - 1)[:, None], token_ids), dim=1)
 
     def _take_drafts(self) -> Any:
         """Return the drafts in the step, for the grammars to check; vLLM may change them."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
+from outrider.engine.step import RowSlots
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec, parse_features
 from outrider.vllm import adapter, versions
@@ -77,7 +78,7 @@ class Capture:
         self._runner = runner
         self._group = 0  # of layers that keep all positions, among those of the KV cache
         self._pool = HiddenStatePool(spec, 0, 1, runner.device)
-        self.states = HostedStates(self._pool, self._located)
+        self.states = HostedStates(self._pool, self._located, self._slots)
         self._forward, self._initialize = runner._model_forward, runner.initialize_kv_cache
         runner._model_forward, runner.initialize_kv_cache = self._run, self._allocate
         self._measure = worker.determine_available_memory
@@ -114,13 +115,18 @@ class Capture:
 
     def _keep(self, output: Any) -> None:
         final, layers = output if isinstance(output, tuple) else (output, ())
-        spec, batch = self._pool.spec, self._runner.input_batch
-        count = int(self._runner.query_start_loc.np[batch.num_reqs])  # without padding
-        slots = batch.block_table[self._group].slot_mapping.gpu[:count]
+        spec, slots = self._pool.spec, self._slots().slots
+        count = len(slots)
         for layer, states in zip(spec.layers, layers, strict=True):
             self._pool.enter(layer, slots, states[:count])
         if spec.final_norm:
             self._pool.final(slots, final[:count])
+
+    def _slots(self) -> RowSlots:
+        """Return the slots of the step's tokens, without padding."""
+        batch = self._runner.input_batch
+        *firsts, count = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
+        return RowSlots(batch.block_table[self._group].slot_mapping.gpu[:count], firsts)
 
     def _located(self, name: str) -> tuple[int, Sequence[int]]:
         state = self._runner.requests[name]

@@ -9,12 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from outrider.draft_port import ThreadHiddenStates
-from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
+from outrider.engine.step import RowSlots
 from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.vllm.hosted_row import HostedRow
 
 Located = Callable[[str], tuple[int, Sequence[int]]]
+Slots = Callable[[], RowSlots]
 
 
 class HostedStates:
@@ -25,13 +27,14 @@ class HostedStates:
     `begin` wait for it: a graph that vLLM captures is lost if another thread allocates meanwhile.
     """
 
-    def __init__(self, pool: HiddenStatePool, located: Located) -> None:
+    def __init__(self, pool: HiddenStatePool, located: Located, slots: Slots) -> None:
         """Send rows of `pool`.
 
         `located` returns how many positions of a request had states before its last step, and its
-        pages, by vLLM's name for it.
+        pages, by vLLM's name for it. `slots` returns those of the running step's tokens.
         """
-        self._streams = HiddenStateStreams(pool)
+        self._streams = HiddenStateStreams(pool, max_ahead_bytes=MAX_AHEAD_BYTES)
+        self._slots = slots
         self.on_thread: ThreadHiddenStates = self._streams
         """The states as a proposer on the stepping thread takes them."""
         self._located = located
@@ -88,6 +91,26 @@ class HostedStates:
     def follow(self, row: HostedRow, order: FeatureOrder | None) -> None:
         """Send a request's rows from the first on; None: no longer."""
         self._streams.follow(row, order)
+
+    def read_ahead(self, rows: Mapping[int, tuple[HostedRow, int]]) -> None:
+        """Read what the running step computes, which the device has not yet.
+
+        `rows` are those that go on from their last token with so many tokens, by place in the step.
+        """
+        if self.broken or not self._streams.any:
+            return
+        slots, firsts = self._slots()
+        parts = [(row, len(row.token_ids) - 1, num_tokens) for row, num_tokens in rows.values()]
+        self._streams.read_ahead(parts, RowSlots(slots, [firsts[place] for place in rows]))
+
+    def begin_prompts(self, rows: Iterable[HostedRow]) -> None:
+        """Begin to copy what the running step computes of prompts, before the next one runs."""
+        if self.broken or not self._streams.any:
+            return
+        prompts = list(rows)
+        for row in prompts:
+            row.num_computed, row.block_table = self._located(row.name)
+        self._streams.begin_prompts(prompts)
 
     def collect(
         self, rows: Mapping[int, HostedRow], names: Iterable[str], advanced: Iterable[HostedRow]

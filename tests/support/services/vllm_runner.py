@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from outrider.vllm.adapter import StepOutput, StepPlan
 from outrider.vllm.ahead.branch_table import BranchTable
+from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from outrider.vllm.ahead.steps import DraftSide, Known, StepsAhead
 from tests.support.services.vllm_steps import K, new_request, truth
 
@@ -42,6 +43,8 @@ class AheadRunner:
         self.calls: list[str] = []
         self.late = 0  # looks at a step's result until it is known
         self.lengths: dict[str, int] = {}  # of the drafts that the device chose
+        self.made: Callable[[Mapping[str, int]], PlacedDrafts | None] = lambda _: None
+        """Returns what the device has made behind the last step."""
         StepsAhead(self, side or self, 8, K)
 
     def run(
@@ -158,6 +161,13 @@ class AheadRunner:
 
     def awaited(self) -> None:
         self.calls.append("awaited")
+
+    def sampled(self, names: Sequence[str], emitting: Any, tokens: Callable[[], Any]) -> None:
+        self.emitting = [names[place] for place in emitting]
+        self.emitted = tokens().tolist()
+
+    def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
+        return self.made(rooms)
 
     def launched(self) -> None:
         self.calls.append("launched")

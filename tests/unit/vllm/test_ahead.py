@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.errors import ConfigError
 from outrider.vllm import versions
+from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from outrider.vllm.proposer import RemoteProposer
 from tests.support.services.vllm_runner import AheadRunner
 from tests.support.services.vllm_steps import K, truth
@@ -70,6 +74,43 @@ def test_device_chooses_drafts_of_a_step_that_is_launched_before_the_last_result
     assert runner.verified == [[truth(name, 4 + i) for i in range(K)] for name in "ab"]
     assert runner._inputs == [-1, *runner.verified[0], -1, *runner.verified[1]]
     assert runner.lengths == {"a": K, "b": K}
+
+
+def made(runner: AheadRunner, rooms: Mapping[str, int]) -> PlacedDrafts:
+    """Return right drafts for "a" alone, of three tokens."""
+    length = len([token for token in runner.requests["a"].text if token >= 0])
+    tokens = [truth("a", length + 1 + i) for i in range(K)]
+    places = [0 if name == "a" else -1 for name in rooms]
+    lengths = [3 if name == "a" else 0 for name in rooms]
+    return PlacedDrafts(torch.tensor([tokens], dtype=torch.int32), places, lengths)
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+def test_step_with_drafts_that_the_device_has_made_waits_for_no_result(
+    runner: AheadRunner, embeds: bool
+) -> None:
+    runner.enable_prompt_embeds = embeds
+    runner.run("a", "b", new="ab")
+    assert runner.emitting == ["a", "b"]
+    assert [row[:2] for row in runner.emitted] == [[0, truth(name, 3)] for name in "ab"]
+    runner.made = partial(made, runner)
+    runner.calls.clear()
+    runner.run("a", "b")
+    assert runner.calls == [
+        *("awaited", "prepared", "runs", "read", "committed", "begin 2", "launched")
+    ]
+    assert runner.verified == [[truth("a", 4 + i) for i in range(3)] + [-1], [-1] * K]
+    assert runner.lengths == {"a": 3, "b": 0}
+    assert [row[0] for row in runner.emitted] == [3, 0], "accepted of each"
+
+
+def test_device_makes_no_drafts_of_a_step_whose_tokens_the_host_needs(runner: AheadRunner) -> None:
+    runner.run("a", new="a")
+    runner.made = lambda _: pytest.fail("it was asked")
+    runner.run("a", has=True, asks=True)  # a grammar
+    runner.input_batch.sampling_metadata.output_token_ids = [[]]  # penalties
+    runner.run("a")
+    assert len(text(runner, "a")) > 4
 
 
 def test_texts_are_the_truth_whatever_part_of_a_draft_is_right(runner: AheadRunner) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
+from outrider.engine.step import RowSlots
 from outrider.errors import ConfigError
 from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.policy.row import Drafting, Offered
@@ -32,7 +33,7 @@ class World:
         pool = HiddenStatePool(SPEC, 6, PAGE_SIZE, torch.device("cpu"))
         pool.rows.copy_(torch.arange(6.0 * PAGE_SIZE)[:, None].expand(-1, 8))
         self.asked: list[str] = []
-        self.states = HostedStates(pool, self._located)
+        self.states = HostedStates(pool, self._located, lambda: RowSlots(torch.arange(0), ()))
         self.rows: dict[int, HostedRow] = {}
         self.window = FeatureWindow()
         for session_id, name in enumerate(PAGES, 1):
@@ -59,10 +60,12 @@ class World:
         return self.slots(self.states.collect(self.rows, names, rows))
 
     def slots(self, batch: FeatureBatch | None) -> dict[str, list[int]]:
-        found = {}
-        for part in batch.rows if batch else ():
+        found: dict[str, list[int]] = {}
+        self.sent = batch.rows if batch else ()
+        for part in self.sent:
             states = torch.frombuffer(bytearray(part.rows), dtype=torch.bfloat16).view(-1, 8)
-            found[self.rows[part.session_id].name] = states[:, 0].int().tolist()
+            slots = found.setdefault(self.rows[part.session_id].name, [])
+            slots += states[:, 0].int().tolist()
         return found
 
 
@@ -73,6 +76,15 @@ def test_states_are_sent_of_what_is_computed_and_committed() -> None:
     world.rows[1].token_ids += [7, 7]
     world.rows[2].token_ids += [7]
     assert world.collect(["b", "a"], [1, 2]) == {"a": [20, 21], "b": [7, 12]}
+
+
+def test_states_of_prompts_are_sent_once_though_the_next_step_runs_before_the_result() -> None:
+    world = World()
+    world.states.begin_prompts([world.rows[2]])  # three tokens of it are computed
+    assert world.rows[1].num_computed == 0
+    assert world.collect(["a", "b"], [1, 2]) == {"a": [8, 9, 10, 11], "b": [4, 5, 6, 7]}
+    parts = [part for part in world.sent if part.session_id == 2]
+    assert [part.start for part in parts] == [0, 3]
 
 
 def test_request_that_a_step_did_not_have_sends_nothing() -> None:
@@ -104,7 +116,7 @@ def test_room_that_is_given_back_counts_when_the_next_step_ends() -> None:
 
 def test_projections_wait_until_vllm_has_captured_its_graphs() -> None:
     pool = HiddenStatePool(FeatureSpec(8, (), True), 1, 1, torch.device("cpu"))
-    states = HostedStates(pool, lambda _: (0, ()))
+    states = HostedStates(pool, lambda _: (0, ()), lambda: RowSlots(torch.arange(0), ()))
     matrix = bytes(4 * 8 * 2)
     spec = FeatureSpec(8, (), True, 4, hashlib.sha256(matrix).digest())
     futures = [states.put_projection(spec, bytearray(matrix)) for _ in range(2)]

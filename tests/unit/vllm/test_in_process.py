@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+import torch
 
+from outrider.draft_port import DeviceDrafts, DeviceNodes, DraftOffer
 from outrider.draft_tree import DraftTree, chain_parents
 from outrider.drafting.proposer import (
     NO_PACE,
@@ -17,6 +20,7 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
+from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from scorer_service.drafting.in_process import InProcessProposer
 from scorer_service.drafting.in_process_link import attach
 from tests.support.services.vllm_steps import (
@@ -170,3 +174,37 @@ async def test_device_waits_for_drafts_that_are_made_before_its_step(
     world = World(monkeypatch)
     await world.run(3)
     assert world.host.write_branches({"a": 0}, None) is False  # type: ignore[arg-type]
+
+
+async def test_drafts_behind_a_step_are_placed_unless_another_row_needs_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    await world.run(3)
+    world.open("c")
+    await world.run(1)
+    a, b, c = (world.host._rows[name] for name in "abc")
+    tokens = torch.arange(2 * K, dtype=torch.int32).view(2, K)
+    placed = {a.session_id: 1, b.session_id: 0}
+    behind = DeviceDrafts(DeviceNodes(tokens), placed, {a.session_id: K, b.session_id: 2})
+    rooms = {"c": 0, "b": K, "a": 3, "unknown": K}
+
+    def drafts() -> PlacedDrafts | None:
+        return world.host.drafts_behind(rooms)
+
+    assert drafts() is None, "nothing was launched"
+    world.host._behind = behind
+    found = drafts()
+    assert found is not None
+    assert (found.sources, found.lengths) == ([-1, 0, 1, -1], [0, 2, 3, 0])
+    rooms["c"] = K  # its first draft is made behind the next step
+    assert drafts() == found
+    other = replace(c.drafting.offered, proposer=DraftOffer("elsewhere", K))
+    monkeypatch.setattr(c.drafting, "offered", other)
+    assert drafts() is None, "which may come until then"
+    del rooms["c"]
+    assert drafts() is not None
+    world.host._behind = behind._replace(nodes=DeviceNodes(tokens, tokens))
+    assert drafts() is None, "vLLM verifies no trees"
+    world.host._behind = behind._replace(places={})
+    assert drafts() is None
