@@ -131,8 +131,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--draft-device",
         type=flag_types.device,
         metavar="DEVICE",
-        help="draft in a process of its own, which runs ahead: cpu, or another GPU, as cuda:1. "
-        "Default: in the scorer's process, between its steps",
+        help="draft in a process of its own, which runs ahead: cpu, or another GPU, as cuda:1; "
+        "vLLM's own GPU: in its worker. Default: in the scorer's process, between its steps",
     )
     add(
         "--speculation-policy",

@@ -37,7 +37,7 @@ class ServeConfig:
     draft_model: str | None = None  # None: the embedded one, if the method has any
     methods: tuple[str, ...] = ("draft_model",)  # none: no speculation
     device: str = "cpu"  # or cuda, cuda:1
-    draft_device: str | None = None  # of a proposer beside the scorer; None: the scorer drafts
+    draft_device: str | None = None  # None: the scorer drafts, or vLLM by methods of its own
     engine: str = NATIVE
     vllm_flags: tuple[str, ...] = ()  # in vLLM's own words
     dtype: str = "float32"
@@ -73,8 +73,7 @@ class ServeConfig:
             raise ConfigError(f"--draft-model is of no use with --method {method}.")
         if self.drafted_by_vllm and self.methods:
             self.own_speculation()  # raises
-        shared = self.draft_device not in (None, "cpu") and _index(self.draft_device) in self._gpus
-        if shared and self.engine != VLLM:  # vLLM's own draft model is slower than a proposer
+        if self._shares_gpu and self.engine != VLLM:  # vLLM has methods of its own, too
             raise ConfigError(
                 f"--draft-device {self.draft_device} is the model's own: leave it out, and the "
                 "scorer drafts there itself, which is faster than a second process."
@@ -96,6 +95,18 @@ class ServeConfig:
             return range(0)
         first = _index(self.device)
         return range(first, first + num_devices(self.vllm_flags))
+
+    @property
+    def _shares_gpu(self) -> bool:
+        """Whether the draft is to lie on a GPU of the target's."""
+        return self.draft_device not in (None, "cpu") and _index(self.draft_device) in self._gpus
+
+    @property
+    def drafts_in_scorer(self) -> bool:
+        """Whether the scorer drafts itself, with one GPU or CPU for both."""
+        if self.engine == VLLM:
+            return self._shares_gpu and len(self._gpus) == 1
+        return self.draft_device is None
 
     @property
     def drafted_by_vllm(self) -> bool:
@@ -144,7 +155,7 @@ def services(config: ServeConfig, folder: str) -> tuple[ServiceSpec, ...]:
     scorer_address = f"unix:{socket_path}"
     scorer = ServiceSpec("scorer", _argv("scorer_service", *_scorer(config, socket_path)))
     proposer: tuple[ServiceSpec, ...] = ()
-    if config.methods and config.draft_device is not None:
+    if config.methods and config.draft_device is not None and not config.drafts_in_scorer:
         proposer = (_proposer(config, config.draft_device, scorer_address),)
     flags = ("--scorer", scorer_address, "--model", config.model, "--host", config.host)
     ports = ("--http-port", config.http_port, "--grpc-port", config.grpc_port)
@@ -165,13 +176,17 @@ def _scorer(config: ServeConfig, socket_path: str) -> Iterator[object]:
     own = config.drafted_by_vllm
     if config.max_scored_tokens != NUM_SPECULATIVE_TOKENS:
         yield from ("--num-speculative-tokens", config.max_scored_tokens)
-    if config.methods and config.draft_device is None and not own:
+    within = bool(config.methods) and config.drafts_in_scorer
+    if within:
         yield from ("--in-process-proposer", shlex.join(map(str, _draft(config, config.device))))
     elif config.methods and not own and config.head:
         yield from ("--hidden-features", states_read(config.head, config.draft_model))
     yield from config.flags.get("scorer", ())
     if config.engine == VLLM:
         yield from ("--", *config.vllm_flags)
+        ahead = "async-scheduling"
+        if within and not any(ahead in word for word in config.vllm_flags):
+            yield f"--{ahead}"  # else the device would wait for drafts
         if own and config.methods:
             yield from ("--speculative-config", json.dumps(config.own_speculation()))
 

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -225,14 +226,27 @@ def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpus", "vllm_installed")
-@pytest.mark.parametrize(("size", "device"), [(1, "cuda:0"), (2, "cuda:1")])
-def test_proposer_may_share_a_device_of_vllms(size: int, device: str, tmp_path: Path) -> None:
+def test_proposer_may_share_one_of_vllms_devices(tmp_path: Path) -> None:
     target, draft = (checkpoint(tmp_path / name, dtype="bfloat16") for name in "td")
-    flags = ("--draft-model", draft, "--draft-device", device, "--tensor-parallel-size", size)
+    flags = ("--draft-model", draft, "--draft-device", "cuda:1", "--tensor-parallel-size", 2)
     scorer, proposer, _ = services(config(target, "--engine", "vllm", *flags), "/run")
-    assert dict(proposer.env) == {"CUDA_VISIBLE_DEVICES": device[-1]}
+    assert dict(proposer.env) == {"CUDA_VISIBLE_DEVICES": "1"}
     assert value(proposer, "--model") == str(draft)
     assert "--speculative-config" not in scorer.argv
+
+
+@pytest.mark.usefixtures("gpus", "vllm_installed")
+def test_draft_on_vllms_only_device_is_made_in_its_worker(tmp_path: Path) -> None:
+    target, draft = (checkpoint(tmp_path / name, dtype="bfloat16") for name in "td")
+    flags = ("--engine", "vllm", "--draft-model", draft, "--draft-device", "cuda:0")
+    scorer, *others = services(config(target, *flags), "/run")
+    assert [each.name for each in others] == ["gateway"]
+    assert f"--model {draft}" in (value(scorer, "--in-process-proposer") or "")
+    assert scorer.argv[-2:] == ("--", "--async-scheduling")
+    in_turns = replace(config(target, *flags), vllm_flags=("--no-async-scheduling",))
+    assert services(in_turns, "/run")[0].argv[-1] == "--no-async-scheduling"
+    nobody = services(config(target, *flags[:2], *flags[4:], "--method", "none"), "/run")
+    assert nobody[0].argv[-1] == "--", "nothing of drafts"
 
 
 @pytest.mark.usefixtures("gpus", "vllm_installed")
