@@ -157,8 +157,8 @@ def test_groups_when_autoscaled_are_scaled_whole(engine: str) -> None:
             "hiddenFeatures: vLLM does not give out hidden states with scorer.vllmFlags.kv-tr",
         ),
         (
-            "scorer.inProcess.method=ngram,scorer.vllmFlags.async-scheduling=true",
-            "which scorer.vllmFlags.async-scheduling rules out",
+            "scorer.inProcess.method=ngram,scorer.vllmFlags.speculative-config=x",
+            "and scorer.vllmFlags.speculative-config lets vLLM draft",
         ),
         ("scorer.resources.limits.nvidia\\.com/gpu=2", "its limit has to be nvidia.com/gpu: 4"),
         (
