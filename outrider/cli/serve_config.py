@@ -19,7 +19,13 @@ from outrider.models.facts import brings_mtp, drafting_method, stored_dtype
 from outrider.models.modules import MODULE_FILES
 from outrider.models.resolve import EMBEDDED, find_local, resolve_model
 from outrider.models.tokenizer import tokenizer_hash
-from outrider.vllm.flags import gives_speculation, node_rank, num_devices, take_parallel_flags
+from outrider.vllm.flags import (
+    OWN_METHODS,
+    gives_speculation,
+    node_rank,
+    num_devices,
+    take_parallel_flags,
+)
 
 Say = Callable[[str], None]
 """Takes a line about what is done."""
@@ -110,12 +116,20 @@ def count_gpus() -> int:
 def _beside_vllm(
     methods: Sequence[str], device: str, num_gpus: int, num_devices: int
 ) -> str | None:
-    """Return where a proposer beside vLLM drafts; None: vLLM drafts itself, or nobody does."""
-    if not methods or not set(HIDDEN_STATE_METHODS).isdisjoint(methods):
+    """Return where proposers draft for vLLM, on its only GPU in its worker.
+
+    None: vLLM drafts itself, by a head that it knows, or nobody does.
+    """
+    heads = not set(HIDDEN_STATE_METHODS).isdisjoint(methods)
+    if not methods or (heads and len(methods) == 1 and methods[0] in OWN_METHODS):
         return None
     if device == "cpu" or COPYING_METHODS.issuperset(methods):
         return "cpu"
-    return f"cuda:{num_devices}" if num_gpus > num_devices else None
+    first = int(device.partition(":")[2] or 0)
+    free = [n for n in range(num_gpus) if not first <= n < first + num_devices]
+    if free and not heads:
+        return f"cuda:{free[0]}"
+    return device if num_devices == 1 else None
 
 
 def _model_name(args: argparse.Namespace) -> str:

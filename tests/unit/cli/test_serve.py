@@ -249,6 +249,35 @@ def test_draft_on_vllms_only_device_is_made_in_its_worker(tmp_path: Path) -> Non
     assert nobody[0].argv[-1] == "--", "nothing of drafts"
 
 
+@pytest.mark.usefixtures("vllm_installed")
+@pytest.mark.parametrize(
+    ("num_gpus", "flags", "where"),
+    [
+        (0, ("--method", "dspark"), "cpu"),  # vLLM knows no such head
+        (1, ("--method", "dspark"), "cuda"),
+        (2, ("--method", "dspark"), "cuda"),
+        (1, ("--method", "eagle3"), None),
+        (2, ("--method", "eagle3"), None),
+        (1, ("--method", "draft_model"), "cuda"),  # vLLM's own is slower than no draft
+        (2, ("--method", "draft_model"), "cuda:1"),
+        (1, ("--method", "ngram,draft_model"), "cuda"),
+        (2, ("--method", "draft_model", "--tensor-parallel-size", 2), None),
+        (2, ("--method", "draft_model", "--device", "cuda:1"), "cuda:0"),
+    ],
+)
+def test_draft_of_vllms_lies_where_it_is_fast(
+    num_gpus: int,
+    flags: tuple[object, ...],
+    where: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve_config, "count_gpus", lambda: num_gpus)
+    target, draft = (checkpoint(tmp_path / name, dtype="bfloat16") for name in "td")
+    served = config(target, "--engine", "vllm", "--draft-model", draft, *flags)
+    assert served.draft_device == where
+
+
 @pytest.mark.usefixtures("gpus", "vllm_installed")
 def test_several_devices_are_vllms_in_one_scorer(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", dtype="bfloat16")
@@ -294,12 +323,8 @@ def test_methods_of_vllm_become_its_own_speculation(tmp_path: Path) -> None:
     scorer, proposer, _ = services(config(folder, "--engine", "vllm", *beside), "/run")
     assert value(scorer, "--hidden-features") == "eagle3"
     assert value(proposer, "--method") == "eagle3"
-    for flags, said in (
-        (("--draft-model", head, "--tree-width", 2), "--tree-width is not for vLLM's own eagle3"),
-        (("--method", "dspark", "--draft-model", head), "not vLLM's own: .* --draft-device cpu"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            config(folder, "--engine", "vllm", *flags)
+    with pytest.raises(ConfigError, match="--tree-width is not for vLLM's own eagle3"):
+        config(folder, "--engine", "vllm", "--draft-model", head, "--tree-width", 2)
 
 
 def test_number_of_draft_tokens_goes_to_whoever_heeds_it() -> None:
