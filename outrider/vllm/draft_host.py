@@ -297,6 +297,8 @@ class DraftHost(Inbox):
         step.chosen_by_device = True
         for row in step.rows:
             row.num_drafted = lengths.get(row.name, 0)
+            if row.num_drafted and row.drafting.proposer.colocated:
+                row.draft_base = len(row.token_ids)  # of the block that comes while the step runs
 
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
@@ -322,6 +324,10 @@ class DraftHost(Inbox):
         self._take_messages(0.0)
         proposer.draft_between_steps(self.engine)
         self.engine.heard()
+        self._lack_drafts(rows)
+
+    def _lack_drafts(self, rows: Sequence[HostedRow]) -> None:
+        """Note that the proposer on this thread has made no drafts for rows without any."""
         own = [row for row in rows if row.drafting.proposer.colocated]
         self.tracker.draft_nothing([row for row in own if row.draft is None])
 
@@ -420,12 +426,16 @@ class DraftHost(Inbox):
 
     def draft_now(self) -> None:
         """Let the proposer on this thread hear of the last commit, for the step after the next."""
-        if self._colocated is not None:
-            self._take_messages(0.0)
-            self.engine.placed = True
+        if self._colocated is None:
+            return
+        self._take_messages(0.0)
+        self.engine.placed = True
+        try:
             self._colocated.draft_between_steps(self.engine)
+        finally:
             self.engine.placed = False
-            self.engine.heard()
+        self.engine.heard()
+        self._lack_drafts(self._accounting.step.rows)
 
     def draft_behind(
         self, names: Sequence[str], emitting: Collection[int], tokens: Callable[[], Tensor]
@@ -435,15 +445,18 @@ class DraftHost(Inbox):
         `names` are its rows, those at `emitting` places emit tokens, and `tokens` returns what they
         emit on the device, as in a `VerifyOutput`.
         """
+        self._behind = None
         if self._colocated is None:
             return
-        running = self._accounting.step.running.tokens
+        running = self._accounting.step.running
         rows: dict[int, tuple[HostedRow, int]] = {}
         for place in emitting:
-            row, num_tokens = self._rows.get(names[place]), running.get(names[place], 0)
-            if row is None or row.ended or not row.num_output_tokens:
+            name = names[place]
+            row = self._rows.get(name)
+            if row is None or row.ended or row.stale or not row.num_output_tokens:
                 continue
-            if num_tokens <= 1 + self._k:  # else its text is computed again
+            num_tokens = 1 + len(running.drafted.get(name, ()))
+            if num_tokens == running.tokens.get(name):  # else its text is computed again
                 rows[place] = row, num_tokens
         if self._states is not None:
             self._states.read_ahead(rows)
@@ -452,11 +465,14 @@ class DraftHost(Inbox):
             for place, (row, _) in rows.items()
             if (wanted := row.drafting.num_draft_tokens) and row.request.constraint is None
         ]
+        try:
+            if verifying:
+                self.engine.verify_output = VerifyOutput(verifying, tokens())
+            self._colocated.after_launch(self.engine)
+        finally:
+            self.engine.verify_output = None
         if verifying:
-            self.engine.verify_output = VerifyOutput(verifying, tokens())
-        self._colocated.after_launch(self.engine)
-        self._behind = self._colocated.launched_drafts if verifying else None
-        self.engine.verify_output = None
+            self._behind = self._colocated.launched_drafts
 
     def take_early(self) -> None:
         """Take in what came while the device works, so as not to delay the next drafts by it."""

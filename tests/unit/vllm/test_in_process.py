@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ class World(VllmSteps):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_wait_s: float = MAX_WAIT_S) -> None:
         super().__init__(monkeypatch, max_wait_s=max_wait_s)
         self.method = Knowing()
-        proposer = InProcessProposer(lambda: (self.method, ""), "here")
+        self.proposer = proposer = InProcessProposer(lambda: (self.method, ""), "here")
         proposer.build()
         self.host.draft_with(proposer)
         attach(self.hub.registry, self.host, proposer, SERVED)
@@ -103,6 +104,19 @@ class World(VllmSteps):
             self.step()
             for _ in range(4):
                 await asyncio.sleep(0)
+
+    def launch(self, tokens: Callable[[], torch.Tensor] = lambda: torch.zeros(2, 1 + K)) -> Any:
+        """Begin a step of "a" and "b" with all drafts; return what the proposer reads of it."""
+        drafts = {name: [-1] * K for name in "ab"}
+        self.host.begin_step((), dict.fromkeys("ab", 1 + K), drafts)
+        self.host.draft_behind("ab", (0, 1), tokens)
+        return self.seen.pop()
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Note what the proposer reads after each launch."""
+        self.seen: list[Any] = []
+        see = lambda engine: self.seen.append(engine.verify_output)  # noqa: E731
+        monkeypatch.setattr(self.proposer, "after_launch", see)
 
     def check_texts(self) -> None:
         for name, text in self.texts.items():
@@ -208,3 +222,82 @@ async def test_drafts_behind_a_step_are_placed_unless_another_row_needs_the_host
     assert drafts() is None, "vLLM verifies no trees"
     world.host._behind = behind._replace(places={})
     assert drafts() is None
+
+
+async def test_no_draft_is_launched_behind_a_text_that_may_not_be_vllms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device accepted drafts that nobody noted: a loop would read past its inputs."""
+    world = World(monkeypatch)
+    await world.run(3)
+    world.watch(monkeypatch)
+    assert [row[2] for row in world.launch().rows] == [0, 1]
+    world.host.distrust()
+    assert world.launch() is None
+    await world.run(4)
+    assert [row[2] for row in world.launch().rows] == [0, 1], "their sessions were opened again"
+    world.check_texts()
+
+
+async def test_text_that_is_computed_again_is_not_read_as_a_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    await world.run(3)
+    world.watch(monkeypatch)
+    # Of "a" the last tokens, no more than a round has.
+    world.host.begin_step((), {"a": K, "b": 1 + K}, {"b": [-1] * K})
+    world.host.draft_behind("ab", (0, 1), lambda: torch.zeros(2, 1 + K))
+    assert [row[2] for row in world.seen.pop().rows] == [1]
+
+
+async def test_fault_leaves_nothing_of_an_earlier_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    await world.run(3)
+    host, a = world.host, world.host._rows["a"]
+    nodes = DeviceNodes(torch.zeros(1, K, dtype=torch.int32))
+    behind = DeviceDrafts(nodes, {a.session_id: 0}, {a.session_id: K})
+    monkeypatch.setattr(InProcessProposer, "launched_drafts", behind)
+    world.watch(monkeypatch)
+    world.launch()
+    assert host.drafts_behind({"a": K, "b": K}) is not None
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("no device")
+
+    with pytest.raises(RuntimeError):
+        world.launch(fail)
+    assert host.drafts_behind({"a": K, "b": K}) is None
+    monkeypatch.setattr(world.proposer, "after_launch", fail)
+    with pytest.raises(RuntimeError):
+        world.launch()
+    monkeypatch.setattr(world.proposer, "draft_between_steps", fail)
+    with pytest.raises(RuntimeError):
+        host.draft_now()
+    assert host.engine.verify_output is None
+    assert not host.engine.placed
+    world.check_texts()
+
+
+@pytest.mark.parametrize("placed", [0, K])
+async def test_rows_that_begin_with_what_the_device_made_await_no_draft(
+    placed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch)
+    await world.run(3)
+    monkeypatch.setattr(world.proposer, "draft_between_steps", lambda _: None)
+    host, texts = world.host, world.texts
+    names = [*texts]
+    for _ in range(4):
+        for name, text in texts.items():
+            text.append(truth(name, len(text)))
+        emitted, lengths = [text[-1:] for text in texts.values()], map(len, texts.values())
+        host.commit(names, emitted, [*lengths], lambda *_: [])
+        host.draft_now()
+        host.chosen(dict.fromkeys(names, placed))
+        host.begin_step((), dict.fromkeys(names, 1 + K), dict.fromkeys(names, [-1] * K))
+        host.account()
+    for row in host._rows.values():
+        breaker = row.drafting.breaker
+        assert (breaker.deadline_misses, breaker.last_open_rounds) == (0, 0)
+        assert row.drafting.measured.hit is (True if placed else None)
