@@ -506,7 +506,7 @@ class DraftHost(Inbox):
         self._ended[name] = stats = row.stats()
         if len(self._ended) > _KEPT_STATS:
             self._ended.popitem(last=False)
-        if not row.ended:  # by a stop string, or aborted
+        if row.stale or not row.ended:  # a fault kept its end back; a stop string, or aborted
             row.ended = True
             end = Commit(row.session_id, len(row.token_ids), (), (), 0, FinishReason.STOP, stats)
             self.listener.stepped(StepEvents((end,), (), None))

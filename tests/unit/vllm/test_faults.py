@@ -302,6 +302,24 @@ async def test_plugin_near_the_end_drafts_no_token_too_many(
     assert session.id not in world.hub._sessions
 
 
+async def test_plugin_tells_of_an_end_that_a_fault_has_kept_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its session would stay a proposer's for good, in the place of others."""
+    world = VllmSteps(monkeypatch, ("b",))
+    world.open("a", max_tokens=2)
+    world.attach()
+    world.step()
+    session = world.session("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.host, "choose_drafts", None)
+        world.step()
+    assert world.host._rows["a"].ended
+    world.finish("a")
+    world.step()
+    assert session.id not in world.hub._sessions
+
+
 async def test_plugin_after_many_faults_goes_on_without_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
