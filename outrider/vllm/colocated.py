@@ -1,6 +1,7 @@
 """A `DraftHost` as a proposer on the stepping thread sees it.
 
-The proposer drafts between the result of a step and the choice of the next one's draft tokens.
+The proposer drafts between the result of a step and the choice of the next one's draft tokens. With
+`--async-scheduling` it also launches drafts behind a step, with which the next one begins.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Arrived = Callable[[HostedRow, PostedBlock, BlockFate], None]
 
 
 class HostedEngine:
-    """Implements `ColocatedEngine`. Its drafts pass through the host."""
+    """Implements `ColocatedEngine`. Drafts come to the host, though the device may have them."""
 
     def __init__(self, rows: Mapping[int, HostedRow], arrived: Arrived) -> None:
         """Take the host's rows by session, and what counts a block that came for one."""

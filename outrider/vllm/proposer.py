@@ -46,8 +46,8 @@ NO_FEATURES = (
     "use vLLM's own method in its --speculative-config (eagle, eagle3, mtp, medusa)"
 )
 NOT_COUPLED = (
-    "--async-scheduling takes proposers only where sampling is coupled: leave it out, or leave out "
-    "--logprobs-mode."
+    "--async-scheduling takes proposers only where sampling is coupled: leave out --logprobs-mode, "
+    "or write --no-async-scheduling."
 )
 _log = logging.getLogger(__name__)
 

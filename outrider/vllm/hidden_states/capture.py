@@ -105,6 +105,8 @@ class Capture:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)
+        # With `--async-scheduling` the states of the step before are read by now: these may have
+        # the pages of a request that vLLM took out.
         if not self.states.broken:
             try:
                 self._keep(output)
