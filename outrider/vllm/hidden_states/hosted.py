@@ -90,7 +90,7 @@ class HostedStates:
 
     def follow(self, row: HostedRow, order: FeatureOrder | None) -> None:
         """Send a request's rows from the first on; None: no longer."""
-        self._streams.follow(row, order)
+        self._streams.follow(row, None if self.broken else order)
 
     def read_ahead(self, rows: Mapping[int, tuple[HostedRow, int]]) -> None:
         """Read what the running step computes, which the device has not yet.

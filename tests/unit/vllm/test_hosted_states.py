@@ -101,6 +101,10 @@ def test_nothing_is_sent_after_a_step_whose_states_were_lost() -> None:
     world = World()
     world.states.broken = True
     assert world.collect(["a", "b"], [1, 2]) == {}
+    for row in world.rows.values():
+        world.states.follow(row, None)
+        world.states.follow(row, FeatureOrder(2, SPEC, world.window))
+    assert not world.states._streams.any, "nobody would forget them when they end"
 
 
 def test_room_that_is_given_back_counts_when_the_next_step_ends() -> None:
