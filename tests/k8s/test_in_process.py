@@ -160,7 +160,7 @@ def test_pools_with_in_process_drafter_are_rendered() -> None:
         ("flags.threads=2", "scorer.inProcess.method is empty"),
         (
             "method=ngram,scorer.engine=vllm,scorer.vllmFlags.speculative-config=x",
-            "which scorer.vllmFlags.speculative-config rules out",
+            "scorer.vllmFlags.speculative-config lets vLLM draft",
         ),
         ("method=medusa,scorer.hiddenFeatures=eagle3", "medusa of scorer.inProcess reads final"),
         ("method=eagle3,scorer.hiddenFeatures=final", "eagle3 of scorer.inProcess reads eagle3"),

@@ -156,10 +156,6 @@ def test_groups_when_autoscaled_are_scaled_whole(engine: str) -> None:
             "scorer.hiddenFeatures=final,scorer.vllmFlags.kv-transfer-config=x",
             "hiddenFeatures: vLLM does not give out hidden states with scorer.vllmFlags.kv-tr",
         ),
-        (
-            "scorer.inProcess.method=ngram,scorer.vllmFlags.speculative-config=x",
-            "and scorer.vllmFlags.speculative-config lets vLLM draft",
-        ),
         ("scorer.resources.limits.nvidia\\.com/gpu=2", "its limit has to be nvidia.com/gpu: 4"),
         (
             "scorer.parallel.pipeline=2,scorer.parallel.tensor=2,scorer.parallel.nodes=2,"
