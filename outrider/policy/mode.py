@@ -44,8 +44,7 @@ class ModeTrials:
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
         self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in (False, True)}
         self._steps_left = float(self._trial_steps)  # of a trial, or until one
-        self._lost_steps = 0.0  # by the trial, worth of the incumbent's
-        self._last_s = 0.0  # of the last step
+        self._lost_steps = self._last_s = 0.0  # by the trial, of the incumbent; of the last step
         self.settle()
 
     @property
@@ -64,19 +63,21 @@ class ModeTrials:
         current, best = self._speeds[drafting], self._speeds[self.incumbent]
         usual_s = current.seconds.mean or max(best.seconds.mean, self._last_s)
         seconds = self._last_s = min(seconds, OUTLIER * usual_s or seconds)  # a machine may pause
+        in_vain = step.in_vain_s / seconds / step.num_running if seconds > 0.0 else 0.0
         if self.on_trial and best.rate:
             self._lost_steps += (seconds - tokens / best.rate) / best.seconds.mean
         self.catching_up &= 2 * step.answered * rounds <= 1  # the step's rows stand for all
         if self.settling > 0.0:
             if drafting:  # it ends in any case, though no proposer catches up or nothing is drafted
-                rounds = max(drafted * (not self.catching_up), rounds / FEWEST_STEPS)
+                drafted = max(drafted * (not self.catching_up), in_vain * self.on_trial)
+                rounds = max(drafted, rounds / FEWEST_STEPS)
             self.settling -= rounds
             return
         if seconds > 0.0:
             current.tokens.add(tokens / rounds, rounds)
             current.seconds.add(seconds / rounds, rounds)
-            # While the incumbent drafts, steps without any draft bring no trial nearer.
-            self._steps_left -= rounds if self.on_trial or drafted or not drafting else 0.0
+            # While the incumbent drafts, steps without any draft count by what was made in vain.
+            self._steps_left -= rounds if self.on_trial or drafted or not drafting else in_vain
         if not self.on_trial:
             self._begin_if_due()
         else:
@@ -101,8 +102,7 @@ class ModeTrials:
             return
         self._steps_left = max(MOST_STEPS, self._lost_steps / MOST_LOST)
         if tried > best * (WORTH if self.drafting else 1.0):
-            self._steps_left = float(self._trial_steps)
-            self.incumbent = self.drafting
+            self._steps_left, self.incumbent = float(self._trial_steps), self.drafting
         self.drafting = self.incumbent
         self.settle()
 

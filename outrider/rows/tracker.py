@@ -48,6 +48,7 @@ class DraftTracker:
         self.account = DraftAccount(policy)
         self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
         self._in_vain: dict[str, int] = {}  # by proposer: drafts awaited since its last timely one
+        self._in_vain_s = 0.0  # of drafting, since the last step that was counted
         self._launched_at = 0.0
 
     def start(self, request: Request) -> Drafting:
@@ -148,6 +149,8 @@ class DraftTracker:
             if fate is not USEFUL and commit is not None and passed_s <= MAX_PATIENCE_S:
                 self._in_vain.pop(proposer_id, None)
             propose_s = draft_s if draft_s < passed_s else passed_s
+            if fate is not USEFUL and not d.offered.proposer.own_device:
+                self._in_vain_s += propose_s
             network_s = 0.0 if commit is None else passed_s - propose_s
             self.account.arrived(row.counters, proposer_id, propose_s, network_s)
 
@@ -339,11 +342,13 @@ class DraftTracker:
             draft_mode = "ahead" if any(d.runs_ahead for d in draftable) else "on demand"
         self.account.step(step.tokens, step.num_rows, draft_mode, decoded=decoded)
         ids = frozenset([d.offered.proposer.proposer_id or "" for d in draftable])
+        in_vain_s, self._in_vain_s = self._in_vain_s, 0.0
         self.policy.step_done(
             replace(
                 step,
                 comparable=step.comparable and bool(ids),
                 proposer_ids=ids,
+                in_vain_s=in_vain_s,
                 answered=sum([d.awaited.blocks > 0 for d in draftable]) / max(1, len(draftable)),
             )
         )

@@ -28,6 +28,7 @@ class Load:
     fewer: int = 0  # rows in every second step
     comparable: bool = True
     answered: float = 1.0  # share of these that their proposer has heard of while it drafts
+    in_vain: float = 0.0  # share of the time that late drafts take while it drafts
     proposer: str = "a"
     modes: ModeSelector = field(default_factory=ModeSelector)
     now: float = 0.0
@@ -47,7 +48,8 @@ class Load:
             drafted = rows * (mode and self.answered == 1.0)
             tokens = rows + round(drafted * (self.tokens - 1.0))
             counts = rows, rows, tokens, self.now, drafted, self.comparable, self.answered * mode
-            texts = prompt_s, self.temperature, frozenset(self.proposer)
+            in_vain_s = self.in_vain * mode * rows * self.step_s[mode]
+            texts = prompt_s, self.temperature, frozenset(self.proposer), in_vain_s
             self.modes.step_done(StepDone(*counts, *texts))
         return taken
 
@@ -117,6 +119,8 @@ CASES: dict[str, tuple[Load, list[Any], Any, set[bool]]] = {
     "slow, all prompts": (Load(8, SLOW, prompt_every=1), [3000], 12_000, {OFF}),
     "fast, all prompts": (Load(8, prompt_every=1), [3000], 12_000, {ON}),
     "the proposer never catches up": (Load(64, answered=0.1), [4000], 16_000, {OFF}),
+    "drafts come too late": (Load(8, FEW, answered=0.9, in_vain=0.4), [600], 4000, {OFF}),
+    "nothing is guessed": (Load(8, FEW, answered=0.9), [600], 4000, {ON}),
     "32 and 31 rows in turn": (Load(32, FEW, fewer=1), [400], 1600, {ON}),
     "no gain any more": (Load(), [10_000, (500, {"step_s": SLOW})], 400, {OFF}),
     "drafts that do not pay": (Load(), [(20_000, {"rows": 32, **DOES_NOT})], 400, {OFF}),
