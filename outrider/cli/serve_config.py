@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.serve_flags import PASSED
-from outrider.cli.services import ServeConfig
+from outrider.cli.services import ServeConfig, gpu_index
 from outrider.config import DTYPES, acceptance_rates
 from outrider.engines import AUTO, NATIVE, VLLM, Wanted, check_rounding, check_synthetic, choose
 from outrider.errors import ConfigError
@@ -125,7 +125,7 @@ def _beside_vllm(
         return None
     if device == "cpu" or COPYING_METHODS.issuperset(methods):
         return "cpu"
-    first = int(device.partition(":")[2] or 0)
+    first = gpu_index(device)
     free = [n for n in range(num_gpus) if not first <= n < first + num_devices]
     if free and not heads:
         return f"cuda:{free[0]}"

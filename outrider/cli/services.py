@@ -93,17 +93,17 @@ class ServeConfig:
         """Numbers of the GPUs that the target takes."""
         if self.device == "cpu":
             return range(0)
-        first = _index(self.device)
+        first = gpu_index(self.device)
         return range(first, first + num_devices(self.vllm_flags))
 
     @property
     def _shares_gpu(self) -> bool:
-        """Whether the draft is to lie on a GPU of the target's."""
-        return self.draft_device not in (None, "cpu") and _index(self.draft_device) in self._gpus
+        """Tell whether the draft is to lie on a GPU of the target's."""
+        return self.draft_device not in (None, "cpu") and gpu_index(self.draft_device) in self._gpus
 
     @property
     def drafts_in_scorer(self) -> bool:
-        """Whether the scorer drafts itself, with one GPU or CPU for both."""
+        """Tell whether the scorer drafts itself, with one GPU or CPU for both."""
         if self.engine == VLLM:
             return self._shares_gpu and len(self._gpus) == 1
         return self.draft_device is None
@@ -193,7 +193,7 @@ def _scorer(config: ServeConfig, socket_path: str) -> Iterator[object]:
 
 def _proposer(config: ServeConfig, device: str, scorer_address: str) -> ServiceSpec:
     kind = device.partition(":")[0]
-    env = (("CUDA_VISIBLE_DEVICES", _visible(_index(device))),) if kind == "cuda" else ()
+    env = (("CUDA_VISIBLE_DEVICES", _visible(gpu_index(device))),) if kind == "cuda" else ()
     argv = _argv(
         "proposer_service",
         *("--host", HOST, "--scorer", scorer_address, "--port", 0, "--metrics-port", 0),
@@ -234,7 +234,7 @@ def _argv(module: str, *flags: object) -> tuple[str, ...]:
     return (*python, "--drain-grace-seconds", str(STOP_GRACE_S / 2), *map(str, flags))
 
 
-def _index(device: str) -> int:
+def gpu_index(device: str) -> int:
     """Return a GPU's number."""
     return int(device.partition(":")[2] or 0)
 

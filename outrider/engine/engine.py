@@ -131,7 +131,7 @@ class Engine:
                 self._tracker.measure_no_delay(row.seq for row in step.rows if row.draft)
         self._in_flight = self._launch(step, began)
         if self.features is not None:
-            parts = [(seq, part.start, len(part.token_ids)) for seq, part, _, _, _ in step.rows]
+            parts = ((seq, part.start, len(part.token_ids)) for seq, part, _, _, _ in step.rows)
             self.features.read_ahead(parts, self._in_flight.pending.slots)
         return True
 

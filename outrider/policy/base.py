@@ -47,7 +47,7 @@ class StepDone:
     prompt_s: float = 0.0  # that prompts took beside the other rows
     temperature: float = 0.0  # mean of all rows that are admitted
     proposer_ids: frozenset[str] = frozenset()  # of the step's rows that may draft
-    in_vain_s: float = 0.0  # that drafts of each row took on its device, late or wrong
+    in_vain_s: float = 0.0  # of drafting on its device, of each late or wrong draft
 
 
 class Policy:

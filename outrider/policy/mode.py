@@ -44,7 +44,7 @@ class ModeTrials:
         self._trial_steps = max(FEWEST_STEPS, min(MOST_STEPS, 4 * MOST_STEPS // num_rows))
         self._speeds = {mode: Speed(3.0 * self._trial_steps) for mode in (False, True)}
         self._steps_left = float(self._trial_steps)  # of a trial, or until one
-        self._lost_steps = self._last_s = 0.0  # by the trial, of the incumbent; of the last step
+        self._lost_steps = self._last_s = 0.0  # by the trial, in the incumbent's; of the last step
         self.settle()
 
     @property

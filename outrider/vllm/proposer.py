@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,7 @@ NOT_COUPLED = (
     "or write --no-async-scheduling."
 )
 _log = logging.getLogger(__name__)
+Found = TypeVar("Found")
 
 
 class RemoteProposer:
@@ -191,8 +192,7 @@ class RemoteProposer:
     def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
         if not self._alone:
             return None
-        found = self._tend("drafts were not placed", lambda host: host.drafts_behind(rooms))
-        return found if isinstance(found, PlacedDrafts) else None
+        return self._tend("drafts were not placed", lambda host: host.drafts_behind(rooms))
 
     def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
         if not self._alone:
@@ -212,7 +212,7 @@ class RemoteProposer:
             host.commit(*output)
             host.draft_now()
             host.tell()
-            if host.reports:  # on the event loop
+            if host.reports:  # which the event loop does
                 time.sleep(HAND_OVER_S)
 
         self._tend("a step was not committed", commit)
@@ -255,7 +255,7 @@ class RemoteProposer:
     def awaited(self) -> None:
         self._tend("drafts were not taken", lambda host: host.take_early())
 
-    def _tend(self, fault: str, call: Callable[[DraftHost], object]) -> object:
+    def _tend(self, fault: str, call: Callable[[DraftHost], Found]) -> Found | None:
         """Return what the host returns; None without one, or after a fault."""
         try:
             return None if self._host is None else call(self._host)

@@ -40,7 +40,7 @@ class DraftSide(Protocol):
         """Take in what came while the last step ran."""
 
     def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
-        """Return the drafts that the device makes behind the running step, if it makes them all.
+        """Return the drafts that the device makes behind the running step; None: the host chooses.
 
         `rooms` are the rows of the next step, each with its room for draft tokens.
         """
@@ -183,7 +183,7 @@ class StepsAhead:
         return self._last is None or self._last.copied.query()
 
     def _find_made(self) -> PlacedDrafts | None:
-        """Place what the device makes behind the step before, if it makes drafts for all rows."""
+        """Place what the device makes behind the step before; None if the host is to choose."""
         # Penalties and grammars need the tokens on the host.
         texts = self._runner.input_batch.sampling_metadata.output_token_ids
         if texts or self._plan.has_structured_output_requests or self._last is None:

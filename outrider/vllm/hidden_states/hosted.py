@@ -103,14 +103,13 @@ class HostedStates:
         parts = [(row, len(row.token_ids) - 1, num_tokens) for row, num_tokens in rows.values()]
         self._streams.read_ahead(parts, RowSlots(slots, [firsts[place] for place in rows]))
 
-    def begin_prompts(self, rows: Iterable[HostedRow]) -> None:
+    def begin_prompts(self, rows: Sequence[HostedRow]) -> None:
         """Begin to copy what the running step computes of prompts, before the next one runs."""
         if self.broken or not self._streams.any:
             return
-        prompts = list(rows)
-        for row in prompts:
+        for row in rows:
             row.num_computed, row.block_table = self._located(row.name)
-        self._streams.begin_prompts(prompts)
+        self._streams.begin_prompts(rows)
 
     def collect(
         self, rows: Mapping[int, HostedRow], names: Iterable[str], advanced: Iterable[HostedRow]

@@ -211,7 +211,7 @@ def test_cut_verifies_sure_tokens_of_all_rows_and_all_after_a_long_wait(waited_s
 
 
 def test_confidences_of_a_liar_come_to_mean_its_usual_acceptance_and_none_is_forgotten() -> None:
-    """What is not tried again would be tried for that alone, again and again."""
+    """A confidence that is forgotten would be tried for that alone, again and again."""
     drafts = [(row(), DraftNodes(bytes([told]))) for told in (SURE, UNSURE)]
     acceptance, usual = told_confidences(honest=False).measured.acceptance, sum(TRUE_SHARE.values())
     np.testing.assert_allclose(acceptance.survivals_of_nodes(drafts), usual / 2, atol=0.12)
