@@ -70,6 +70,26 @@ def max_graph_rows(config: Any) -> int:
     return int(compilation.max_cudagraph_capture_size or 0) // query_len
 
 
+def captures_any_step(config: Any) -> bool:
+    """Tell whether steps run as fast if only some of their rows have draft tokens.
+
+    vLLM decides how it captures steps after it has loaded the model.
+    """
+    mode = config.compilation_config.cudagraph_mode
+    return getattr(mode, "name", "NONE") in ("NONE", "FULL")
+
+
+def leave_undrafted(output: Any, names: frozenset[str]) -> None:
+    """Tell the scheduler, by the `ModelRunnerOutput` of a step, which requests have no drafts."""
+    output.outrider_undrafted = names
+
+
+def undrafted_in(output: Any) -> frozenset[str]:
+    """Return the requests that have no drafts in the next step to be scheduled."""
+    names: frozenset[str] = getattr(output, "outrider_undrafted", frozenset())
+    return names
+
+
 def schedules_ahead(config: Any) -> bool:
     """Tell whether vLLM schedules a step before it knows what the one before emits."""
     return bool(config.scheduler_config.async_scheduling)

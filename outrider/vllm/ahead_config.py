@@ -1,7 +1,8 @@
 """`--async-scheduling` with proposers: vLLM's configuration refuses it with any `custom_class`.
 
-`allow` lets it pass for classes of ours that were asked for with it, and has steps with prompts
-captured whole where vLLM can. It does nothing else: without the flag vLLM decides as before.
+`allow` lets it pass for classes of ours that were asked for with it, has a scheduler of ours leave
+out draft tokens that nobody makes, and has steps with prompts captured whole where vLLM can. It
+does nothing else: without the flag vLLM decides as before.
 Importing this module imports vLLM.
 """
 
@@ -21,6 +22,7 @@ from outrider.errors import ConfigError
 from outrider.vllm import versions
 
 _METHOD = "custom_class"
+_SCHEDULER = "outrider.vllm.ahead.scheduler.DraftRoomScheduler"
 _GRAPH_TOKENS = (*range(8, 128, 8), *range(128, 512, 16), *range(512, 1025, 64))
 """Sizes of captured steps with prompts, beyond vLLM's own: those end at 512 or before."""
 
@@ -93,6 +95,8 @@ def allow() -> None:
                 "--async-scheduling takes no proposers here: vLLM turned it off for the device."
             )
         config.__class__ = AheadConfig
+        if config.scheduler_config.scheduler_cls is None:
+            config.scheduler_config.scheduler_cls = _SCHEDULER
         _capture_whole(self, config)
         return config
 

@@ -85,7 +85,7 @@ class DraftHost(Inbox):
 
         Steps of at most `max_graph_rows` rows are far faster if all rows have
         `num_speculative_tokens` draft tokens. With `ahead`, each row has room for as many in every
-        step, which is scheduled before they are chosen.
+        step, which is scheduled before they are chosen, unless it is `undrafted`.
         """
         super().__init__()
         self.features: HiddenStateControl = NoHiddenStates()
@@ -97,7 +97,7 @@ class DraftHost(Inbox):
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._ahead = ahead
-        self._max_graph_rows = 0 if ahead else max_graph_rows  # of steps that are filled up here
+        self._max_graph_rows = max_graph_rows
         steps = policy.measured.steps
         steps.padded = ahead or max_graph_rows > 0
         steps.sizes = StepSizes([(n, n * (1 + self._k)) for n in range(1, max_graph_rows + 1)])
@@ -314,7 +314,7 @@ class DraftHost(Inbox):
                 row.num_drafted = len(path)
         if not self.tracker.policy.measured.steps.padded:  # else shorter drafts save nothing
             self._cut(drafts)
-        if len(names) <= self._max_graph_rows and len(rows) == len(names):
+        if not self._ahead and len(rows) == len(names) <= self._max_graph_rows:
             self._fill_up(drafts)
         self.tell()  # last, since the event loop would take the interpreter at once
         return [drafts[name] for name in names]
@@ -406,7 +406,6 @@ class DraftHost(Inbox):
             return None
         sources: list[int] = []
         lengths: list[int] = []
-        prompts: list[HostedRow] = []
         for name, room in rooms.items():
             row = self._rows.get(name)
             place = -1 if row is None else drafts.places.get(row.session_id, -1)
@@ -416,13 +415,34 @@ class DraftHost(Inbox):
                 continue
             if not row.drafting.proposer.colocated and room and row.drafting.num_draft_tokens:
                 return None
-            if not row.num_output_tokens:
-                prompts.append(row)
         if not any(lengths):
             return None
-        if self._states is not None and prompts:
-            self._states.begin_prompts(prompts)
+        self.begin_prompts(rooms)
         return PlacedDrafts(drafts.nodes.tokens, sources, lengths)
+
+    def begin_prompts(self, names: Iterable[str]) -> None:
+        """Begin to copy hidden states of prompts among rows, before the next step runs."""
+        if self._states is not None:
+            rows = [row for name in names if (row := self._rows.get(name)) is not None]
+            if prompts := [row for row in rows if not row.num_output_tokens]:
+                self._states.begin_prompts(prompts)
+
+    def undrafted(self, names: Iterable[str], *, any_step: bool) -> frozenset[str]:
+        """Return the rows that need no room for draft tokens in steps to come.
+
+        Any other has all of it, since a step of shorter drafts saves less time than it loses
+        tokens. Without `any_step`, steps of few rows are far faster if all rows have all of it.
+        """
+        if not any_step and len(self._rows) <= self._max_graph_rows:
+            return frozenset()
+        return frozenset([name for name in names if not self._drafts(self._rows.get(name))])
+
+    def _drafts(self, row: HostedRow | None) -> bool:
+        """Tell whether a row is to have drafts, as far as that is decided."""
+        if row is None or not row.drafting.offered.draftable:
+            return False
+        undecided = row.drafting.stance is None and self._policy.drafting
+        return undecided or row.drafting.num_draft_tokens > 0
 
     def draft_now(self) -> None:
         """Let the proposer on this thread hear of the last commit, for the step after the next."""

@@ -190,6 +190,9 @@ class RemoteProposer:
     # For steps that are scheduled ahead: see `outrider.vllm.ahead.steps.DraftSide`.
 
     def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
+        if not any(rooms.values()):  # on each rank, also after a fault of one
+            self._tend("states were not read", lambda host: host.begin_prompts(rooms))
+            return PlacedDrafts.none(len(rooms))
         if not self._alone:
             return None
         return self._tend("drafts were not placed", lambda host: host.drafts_behind(rooms))
@@ -251,6 +254,12 @@ class RemoteProposer:
     ) -> None:
         fault = "drafts were not launched"
         self._tend(fault, lambda host: host.draft_behind(names, emitting, tokens))
+
+    def undrafted(self, names: Sequence[str]) -> frozenset[str]:
+        any_step = adapter.captures_any_step(self._runner.vllm_config)
+        fault = "rows without drafts were not found"
+        found = self._tend(fault, lambda host: host.undrafted(names, any_step=any_step))
+        return frozenset() if found is None else found
 
     def awaited(self) -> None:
         self._tend("drafts were not taken", lambda host: host.take_early())

@@ -123,6 +123,10 @@ AHEAD: Final = Names(
             *("self", "min_cg_support"),
         ),
         "vllm.config:VllmConfig.__post_init__": ("self",),
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler.schedule": ("self",),
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler.update_from_output": (
+            *("self", "scheduler_output", "model_runner_output"),
+        ),
         "vllm.v1.outputs:DraftTokenIds": ("req_ids", "draft_token_ids"),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": ("self", "grammar_output"),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.take_draft_token_ids": ("self",),
@@ -156,6 +160,7 @@ AHEAD: Final = Names(
         ),
         "vllm.config:CompilationConfig": ("cudagraph_capture_sizes", "compile_sizes"),
         "vllm.config:ModelConfig": ("use_mla", "is_multimodal_model"),
+        "vllm.config:SchedulerConfig": ("scheduler_cls",),
         "vllm.config:ParallelConfig": ("use_ubatching",),
         "vllm.config:CacheConfig": ("kv_sharing_fast_prefill",),
         "vllm.config:CUDAGraphMode": ("FULL", "FULL_AND_PIECEWISE"),
@@ -180,6 +185,7 @@ AHEAD: Final = Names(
             *("self._invalid_req_indices =", "self._model_runner_output ="),
             "if self.input_batch.prev_sampled_token_ids is None:",
         ),
+        "vllm.v1.core.sched.scheduler": ("self.running:", "if request.spec_token_ids:"),
         "vllm.v1.worker.gpu_input_batch": (
             "self.spec_token_ids",
             "self.logitsprocs =",

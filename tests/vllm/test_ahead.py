@@ -100,12 +100,13 @@ def test_steps_ahead_emit_the_texts_of_steps_one_after_the_other(
     if method is None:
         check()
         assert ahead.drafted() == (0, 0)
-        assert bool(chosen) == bool(late)
+        assert chosen, "steps without room for drafts wait for no host"
+        assert not any(chosen)
         return
     with ahead.proposer("--method", method, "--max-branches", "8"):
         check()
         drafted, accepted = ahead.drafted()
-        assert bool(late) or not chosen
+        assert bool(late) or not any(chosen)
         assert sum(chosen) > 0 or not late or method == "ngram"  # few rows have its branches
         assert accepted > (drafted / 5 if method == "draft_model" else 0)
 

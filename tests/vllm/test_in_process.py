@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,13 +16,15 @@ from outrider.drafting.graphs.loops import CapturedLoops, DraftSampler, LoopCapt
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.errors import ConfigError
 from outrider.vllm.ahead.steps import StepsAhead
+from outrider.vllm.draft_host import DraftHost
+from outrider.vllm.waiting import LockstepFixedPolicy
 from tests.support.models.by_tensors import by_tensors
 from tests.support.models.recordable import rerun
 from tests.support.services.vllm_ahead import let_cpu_schedule_ahead
 from tests.vllm.conftest import Engine
 from tests.vllm.test_ahead import LONG
 from tests.vllm.test_hidden_states import config_of
-from tests.vllm.test_texts import KINDS, PROMPTS
+from tests.vllm.test_texts import KINDS, PENALIZED, PROMPTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
@@ -138,6 +141,45 @@ def test_steps_begin_with_drafts_that_were_made_behind_the_last(
         check_texts(ours, engine)
     steps = counts["behind"]
     assert steps >= counts["placed"] > steps / 2 > 50
+
+
+def test_texts_are_the_same_whatever_rows_have_no_drafts(engine: Engine, drafting: Start) -> None:
+    chance = random.Random(8)
+
+    def at_random(_: DraftHost, names: list[str], **__: Any) -> frozenset[str]:
+        share = chance.choice([0.0, 0.5, 1.0])
+        return frozenset([name for name in names if chance.random() < share])
+
+    with pytest.MonkeyPatch.context() as patch, captured_loops(patch) as counts:
+        patch.setattr(DraftHost, "undrafted", at_random)
+        ours = drafting("eagle3", async_scheduling=True, block_size=32, num_gpu_blocks_override=64)
+        check_texts(ours, engine)
+        for params in (LONG, PENALIZED):
+            assert ours.texts(PROMPTS, **params) == engine.texts(PROMPTS, **params)
+    assert counts["placed"] > 50
+
+
+def test_steps_have_no_room_for_drafts_that_the_policy_does_not_want(
+    engine: Engine, drafting: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    begin = DraftHost.begin_step
+
+    def noted(host: DraftHost, ended: Any, scheduled: Any, verified: Any, *args: Any) -> None:
+        sizes.extend([len(verified.get(name, ())) for name in scheduled])
+        begin(host, ended, scheduled, verified, *args)
+
+    expected = engine.texts(PROMPTS, **LONG)
+    monkeypatch.setattr(DraftHost, "begin_step", noted)
+    with captured_loops(monkeypatch):
+        ours = drafting("eagle3", async_scheduling=True)
+        assert ours.texts(PROMPTS, **LONG) == expected
+        assert sizes.count(4) > 0.8 * len(sizes)
+        sizes.clear()
+        monkeypatch.setattr(LockstepFixedPolicy, "drafting", False)
+        monkeypatch.setattr(LockstepFixedPolicy, "choose_counts", lambda _, rows: [0] * len(rows))
+        assert ours.texts(PROMPTS, **LONG) == expected
+    assert sizes.count(0) > 0.9 * len(sizes)
 
 
 def test_flags_of_no_proposer_are_refused() -> None:

@@ -17,6 +17,12 @@ class PlacedDrafts(NamedTuple):
     sources: Sequence[int]  # row of `tokens` for each row of the step; -1: none
     lengths: Sequence[int]  # draft tokens of each row, no more than it has room for
 
+    @classmethod
+    def none(cls, num_rows: int) -> PlacedDrafts:
+        """Return no drafts for so many rows."""
+        nothing = torch.empty(0, 0, dtype=torch.int32, device="cpu")
+        return cls(nothing, [-1] * num_rows, [0] * num_rows)
+
     def fill(self, rooms: Sequence[int]) -> Tensor:
         """Return the draft tokens of all rows, -1 for each that lacks: int32 [sum of `rooms`]."""
         width = self.tokens.shape[1]

@@ -24,7 +24,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outrider.vllm.adapter import StepOutput, StepPlan, draft_places, draft_token_ids
+from outrider.vllm.adapter import (
+    StepOutput,
+    StepPlan,
+    draft_places,
+    draft_token_ids,
+    leave_undrafted,
+)
 from outrider.vllm.ahead.branch_table import BranchTable, as_outcomes
 from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from outrider.vllm.min_tokens import held_by_texts
@@ -42,7 +48,8 @@ class DraftSide(Protocol):
     def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
         """Return the drafts that the device makes behind the running step; None: the host chooses.
 
-        `rooms` are the rows of the next step, each with its room for draft tokens.
+        `rooms` are the rows of the next step, each with its room for draft tokens. Without any room
+        nobody chooses.
         """
         ...
 
@@ -87,6 +94,10 @@ class DraftSide(Protocol):
         `names` are its rows; those at the `emitting` places emit `tokens`, int [rows, 1 + width]:
         drafts accepted, and then the target's choices.
         """
+
+    def undrafted(self, names: Sequence[str]) -> frozenset[str]:
+        """Return the rows that need no room for draft tokens in steps to come."""
+        ...
 
 
 class _Launched(NamedTuple):
@@ -167,7 +178,7 @@ class StepsAhead:
             and not scheduler_output.pending_structured_output_tokens
         )
         self._draftable = any(room) and not unchecked
-        self._made = self._find_made() if self._draftable else None
+        self._made = self._find_made()
         self._chooses = self._made is not None or (self._draftable and self._choose())
         if self._embeds_drafts:
             self._decide()
@@ -189,7 +200,7 @@ class StepsAhead:
         if texts or self._plan.has_structured_output_requests or self._last is None:
             return None
         made = self._side.drafts_behind(self._room)
-        if made is not None:
+        if made is not None and self._draftable:
             self._place(made.fill([*self._room.values()]), complete=False)
         return made
 
@@ -330,6 +341,7 @@ class StepsAhead:
             self._last = _Launched(names, token_ids, copied, within_prompt, self._outcomes)
             emitting = [row for row in range(len(names)) if row not in within_prompt]
             self._side.sampled(names, emitting, self._verify_output)
+            leave_undrafted(output._model_runner_output, self._side.undrafted(names))
         return output
 
     def _verify_output(self) -> Tensor:

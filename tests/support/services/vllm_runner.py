@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.vllm.adapter import StepOutput, StepPlan
+from outrider.vllm.adapter import StepOutput, StepPlan, undrafted_in
 from outrider.vllm.ahead.branch_table import BranchTable
 from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from outrider.vllm.ahead.steps import DraftSide, Known, StepsAhead
@@ -38,7 +38,9 @@ class AheadRunner:
         self.counts: list[list[int]] = []  # emitted tokens that the device is told of
         self.verified: list[list[int]] = []  # draft tokens of each row, -1 for none
         self.right = K  # draft tokens that are
-        self.room = K  # for draft tokens of a row
+        self.room = K  # for draft tokens of a row, at most
+        self.without = ""  # rows without drafts, if it drafts itself
+        self.outputs: list[Any] = []
         self.within_prompt = ""  # rows that emit nothing
         self.calls: list[str] = []
         self.late = 0  # looks at a step's result until it is known
@@ -60,6 +62,8 @@ class AheadRunner:
         These are only what the device has: the next step is what reads them.
         """
         undrafted = (*new, *(replaced or {}))
+        # The last step's output is not known when vLLM schedules.
+        undrafted += tuple(undrafted_in(self.outputs[-2]) if len(self.outputs) > 1 else ())
         spec = {name: [-1] * self.room for name in names if name not in undrafted}
         plan = SimpleNamespace(
             scheduled_new_reqs=[new_request(name) for name in new],
@@ -72,7 +76,11 @@ class AheadRunner:
             pending_structured_output_tokens=grammar.get("asks", False),
         )
         self.execute_model(plan)
-        return self.sample_tokens(None).sampled_token_ids_cpu.tolist() if names else []
+        if not names:
+            return []
+        output = self.sample_tokens(None)
+        self.outputs.append(output._model_runner_output)
+        return [*output.sampled_token_ids_cpu.tolist()]
 
     def execute_model(self, plan: Any) -> None:
         for name in plan.finished_req_ids:
@@ -165,6 +173,9 @@ class AheadRunner:
     def sampled(self, names: Sequence[str], emitting: Any, tokens: Callable[[], Any]) -> None:
         self.emitting = [names[place] for place in emitting]
         self.emitted = tokens().tolist()
+
+    def undrafted(self, names: Sequence[str]) -> frozenset[str]:
+        return frozenset(names) & frozenset(self.without)
 
     def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
         return self.made(rooms)

@@ -68,7 +68,10 @@ class VllmSteps(Listener):
             ),
             _rule=VerificationRule.COUPLED,
             _host=self.host,
-            _runner=SimpleNamespace(input_batch=self.batch),
+            _runner=SimpleNamespace(
+                input_batch=self.batch,
+                vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=0)),
+            ),
             _ahead=False,
             _alone=True,
             _num_faults=0,

@@ -145,6 +145,41 @@ def test_draft_is_as_long_as_its_room_and_steps_without_room_have_none(runner: A
     assert told(runner)["a"] == [truth("a", 4 + i) for i in range(3)]
 
 
+def test_step_after_the_next_has_no_room_in_rows_without_drafts(runner: AheadRunner) -> None:
+    runner.without = "a"
+    lengths = []
+    for new in ("ab", "", "", ""):
+        runner.without = "a" if len(lengths) < 2 else "b"
+        runner.run("a", "b", new=new)
+        lengths.append([len(draft) for draft in runner.verified])
+    assert lengths == [[0, 0], [K, K], [0, K], [0, K]]
+    runner.run("a", "b")
+    assert [len(draft) for draft in runner.verified] == [K, 0]
+    for name in "ab":
+        read = [token for token in text(runner, name) if token >= 0]
+        assert read == [truth(name, i) for i in range(len(read))]
+
+
+def test_step_without_room_for_drafts_waits_for_no_result(runner: AheadRunner) -> None:
+    runner.made = lambda rooms: None if any(rooms.values()) else PlacedDrafts.none(len(rooms))
+    runner.run("a", new="a")
+    runner.without = "a"
+    for _ in range(3):
+        runner.calls.clear()
+        runner.run("a")
+    assert runner.verified == [[]]
+    assert runner.calls == [
+        *("awaited", "prepared", "runs", "read", "committed", "begin 1", "launched")
+    ]
+    assert runner.lengths == {"a": 0}
+    runner.without = ""
+    for _ in range(4):
+        runner.run("a")
+    read = [token for token in text(runner, "a") if token >= 0]
+    assert read == [truth("a", i) for i in range(len(read))]
+    assert len(read) > 3 + 2 * K
+
+
 def test_row_within_its_prompt_emits_nothing(runner: AheadRunner) -> None:
     runner.within_prompt = "a"
     runner.run("a", "b", new="ab")

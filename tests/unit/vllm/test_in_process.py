@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.draft_port import DeviceDrafts, DeviceNodes, DraftOffer
+from outrider.draft_port import NO_DRAFTS, DeviceDrafts, DeviceNodes, DraftOffer
 from outrider.draft_tree import DraftTree, chain_parents
 from outrider.drafting.proposer import (
     NO_PACE,
@@ -22,6 +22,7 @@ from outrider.drafting.proposer import (
     SessionStart,
 )
 from outrider.vllm.ahead.placed_drafts import PlacedDrafts
+from outrider.vllm.waiting import LockstepFixedPolicy
 from scorer_service.drafting.in_process import InProcessProposer
 from scorer_service.drafting.in_process_link import attach
 from tests.support.services.vllm_steps import (
@@ -222,6 +223,38 @@ async def test_drafts_behind_a_step_are_placed_unless_another_row_needs_the_host
     assert drafts() is None, "vLLM verifies no trees"
     world.host._behind = behind._replace(places={})
     assert drafts() is None
+
+
+async def test_rows_that_are_to_have_no_drafts_need_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    await world.run(3)
+    a, b = (world.host._rows[name].drafting for name in "ab")
+
+    def undrafted() -> frozenset[str]:
+        return world.host.undrafted(["a", "b", "unknown"], any_step=False)
+
+    assert undrafted() == {"unknown"}
+    monkeypatch.setattr(a, "num_draft_tokens", 0)
+    assert undrafted() == {"a", "unknown"}
+    monkeypatch.setattr(a, "stance", None)  # it is chosen when the row goes into a step
+    assert undrafted() == {"unknown"}
+    monkeypatch.setattr(LockstepFixedPolicy, "drafting", False)
+    assert undrafted() == {"a", "unknown"}
+    monkeypatch.setattr(b, "offered", replace(b.offered, proposer=NO_DRAFTS))
+    assert undrafted() == {"a", "b", "unknown"}
+
+
+async def test_rows_have_all_room_where_graphs_are_for_rows_with_drafts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = VllmSteps(monkeypatch, max_graph_rows=2)
+    assert steps.host.undrafted("ab", any_step=False) == frozenset()
+    assert steps.host.undrafted("a", any_step=True) == {"a"}
+    steps.open("c")
+    steps.step()
+    assert steps.host.undrafted("abc", any_step=False) == {*"abc"}, "more than graphs have"
 
 
 async def test_no_draft_is_launched_behind_a_text_that_may_not_be_vllms(
