@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 from outrider.draft_port import (
     ColocatedProposer,
-    DeviceDrafts,
     HiddenStateControl,
     NoHiddenStates,
-    VerifyOutput,
 )
 from outrider.draft_tree import DraftTree
 from outrider.rounds import chain_outcome
@@ -46,6 +44,7 @@ from outrider.vllm.hidden_states.hosted import HostedStates
 from outrider.vllm.hosted_row import HostedRow
 from outrider.vllm.inbox import Inbox
 from outrider.vllm.waiting import Lockstep
+from outrider.vllm.worker_drafts import WorkerDrafts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,8 +108,7 @@ class DraftHost(Inbox):
         self._branches = Branches(policy, num_speculative_tokens, self._take_messages)
         self.engine = HostedEngine(self._by_session, self._accounting.block_arrived)
         """The host as a proposer on the stepping thread sees it."""
-        self._colocated: ColocatedProposer | None = None
-        self._behind: DeviceDrafts | None = None  # that it launched behind the running step
+        self._worker: WorkerDrafts | None = None
         self._untold: StepEvents | None = None
         self._ended: OrderedDict[str, RequestStats] = OrderedDict()
 
@@ -121,7 +119,7 @@ class DraftHost(Inbox):
 
     def draft_with(self, proposer: ColocatedProposer) -> None:
         """Let a proposer draft on the stepping thread; called once, before any request."""
-        self._colocated = proposer
+        self._worker = WorkerDrafts(proposer, self.engine, self.tracker)
 
     # Any thread: the hub's calls.
 
@@ -258,21 +256,14 @@ class DraftHost(Inbox):
         features = None
         if self._states is not None:
             features = self._states.collect(self._by_session, names, step.rows)
-        if self._colocated is not None:
-            self._ask_colocated([each.row for each in step.emitted])
+        if self._worker is not None:
+            self._worker.grew([each.row for each in step.emitted])
         self._untold = StepEvents(tuple(commits), (), step.timings, features=features)
-
-    def _ask_colocated(self, rows: Sequence[HostedRow]) -> None:
-        """Ask the proposer on this thread for drafts of rows that emitted tokens."""
-        if not self._policy.drafting:
-            for row in rows:
-                self.tracker.withhold(row)
-        self.engine.grew(rows)
 
     def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
         """Write drafts by how the running step may end for its rows; False if there can be none."""
         # States are read, and drafts on this thread are made, before the next step runs.
-        if self._states is not None or self._colocated is not None:
+        if self._states is not None or self._worker is not None:
             return False
         running = self._accounting.step.running.tokens
         rows = [self._rows[name] for name in places if name in running and name in self._rows]
@@ -303,8 +294,9 @@ class DraftHost(Inbox):
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
         rows = self._accounting.step.rows
-        if self._colocated is not None:
-            self._draft_here(self._colocated, rows)
+        if self._worker is not None:
+            self._take_messages(0.0)
+            self._worker.draft(rows)
         if None in [row.draft for row in rows]:
             self._wait_for_drafts(rows)
         drafts = dict.fromkeys(names, _NO_DRAFT)
@@ -318,18 +310,6 @@ class DraftHost(Inbox):
             self._fill_up(drafts)
         self.tell()  # last, since the event loop would take the interpreter at once
         return [drafts[name] for name in names]
-
-    def _draft_here(self, proposer: ColocatedProposer, rows: Sequence[HostedRow]) -> None:
-        """Let the proposer on this thread draft; rows without a draft of its wait for none."""
-        self._take_messages(0.0)
-        proposer.draft_between_steps(self.engine)
-        self.engine.heard()
-        self._lack_drafts(rows)
-
-    def _lack_drafts(self, rows: Sequence[HostedRow]) -> None:
-        """Note that the proposer on this thread has made no drafts for rows without any."""
-        own = [row for row in rows if row.drafting.proposer.colocated]
-        self.tracker.draft_nothing([row for row in own if row.draft is None])
 
     def _wait_for_drafts(self, rows: Sequence[HostedRow]) -> None:
         self.tell()  # first, for proposers draft meanwhile
@@ -391,34 +371,15 @@ class DraftHost(Inbox):
         if events is not None:
             self.listener.stepped(events)
         self.take_early()
-        if self._colocated is not None and not self._ahead:
-            self._colocated.after_launch(self.engine)
+        if self._worker is not None and not self._ahead:
+            self._worker.follow()
 
     def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
-        """Return the drafts that the device makes behind the running step; None without such.
-
-        `rooms` are the rows of the next step, each with its room for draft tokens. A row of the
-        proposer on this thread may have none: of one whose prompt has just ended it makes the first
-        draft behind the next step. None, too, for trees, or if a row of another proposer wants a
-        draft.
-        """
-        if (drafts := self._behind) is None or drafts.nodes.parents is not None:
-            return None
-        sources: list[int] = []
-        lengths: list[int] = []
-        for name, room in rooms.items():
-            row = self._rows.get(name)
-            place = -1 if row is None else drafts.places.get(row.session_id, -1)
-            sources.append(place)
-            lengths.append(min(room, drafts.lengths[row.session_id]) if row and place >= 0 else 0)
-            if place >= 0 or row is None:
-                continue
-            if not row.drafting.proposer.colocated and room and row.drafting.num_draft_tokens:
-                return None
-        if not any(lengths):
-            return None
-        self.begin_prompts(rooms)
-        return PlacedDrafts(drafts.nodes.tokens, sources, lengths)
+        """Return the drafts that the device makes behind the running step; see `WorkerDrafts`."""
+        placed = None if self._worker is None else self._worker.place(rooms, self._rows)
+        if placed is not None:
+            self.begin_prompts(rooms)
+        return placed
 
     def begin_prompts(self, names: Iterable[str]) -> None:
         """Begin to copy hidden states of prompts among rows, before the next step runs."""
@@ -446,16 +407,9 @@ class DraftHost(Inbox):
 
     def draft_now(self) -> None:
         """Let the proposer on this thread hear of the last commit, for the step after the next."""
-        if self._colocated is None:
-            return
-        self._take_messages(0.0)
-        self.engine.placed = True
-        try:
-            self._colocated.draft_between_steps(self.engine)
-        finally:
-            self.engine.placed = False
-        self.engine.heard()
-        self._lack_drafts(self._accounting.step.rows)
+        if self._worker is not None:
+            self._take_messages(0.0)
+            self._worker.draft(self._accounting.step.rows, placed=True)
 
     def draft_behind(
         self, names: Sequence[str], emitting: Collection[int], tokens: Callable[[], Tensor]
@@ -465,9 +419,9 @@ class DraftHost(Inbox):
         `names` are its rows, those at `emitting` places emit tokens, and `tokens` returns what they
         emit on the device, as in a `VerifyOutput`.
         """
-        self._behind = None
-        if self._colocated is None:
+        if self._worker is None:
             return
+        self._worker.forget()
         running = self._accounting.step.running
         rows: dict[int, tuple[HostedRow, int]] = {}
         for place in emitting:
@@ -485,14 +439,7 @@ class DraftHost(Inbox):
             for place, (row, _) in rows.items()
             if (wanted := row.drafting.num_draft_tokens) and row.request.constraint is None
         ]
-        try:
-            if verifying:
-                self.engine.verify_output = VerifyOutput(verifying, tokens())
-            self._colocated.after_launch(self.engine)
-        finally:
-            self.engine.verify_output = None
-        if verifying:
-            self._behind = self._colocated.launched_drafts
+        self._worker.launch(verifying, tokens)
 
     def take_early(self) -> None:
         """Take in what came while the device works, so as not to delay the next drafts by it."""
