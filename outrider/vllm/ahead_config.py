@@ -95,7 +95,9 @@ def allow() -> None:
                 "--async-scheduling takes no proposers here: vLLM turned it off for the device."
             )
         config.__class__ = AheadConfig
-        if config.scheduler_config.scheduler_cls is None:
+        # Ranks that schedule for themselves would not agree: only the first follows drafts.
+        apart = config.parallel_config.distributed_executor_backend == "external_launcher"
+        if config.scheduler_config.scheduler_cls is None and not apart:
             config.scheduler_config.scheduler_cls = _SCHEDULER
         _capture_whole(self, config)
         return config

@@ -196,6 +196,9 @@ class DraftHost(Inbox):
             return
         step.began = self._clock() if began is None else began
         step.running = Scheduled(scheduled, verified)
+        if self._ahead:  # rows without room wait for no draft, and miss none
+            wanting = [row for row in step.launched if row.drafting.num_draft_tokens]
+            self.tracker.draft_nothing([row for row in wanting if row.name not in verified])
         for name, tokens in verified.items():
             if (row := self._rows.get(name)) is not None:
                 row.num_verified = min(row.num_drafted, len(tokens))
@@ -293,13 +296,13 @@ class DraftHost(Inbox):
 
     def choose_drafts(self, names: Sequence[str]) -> list[list[int]]:
         """Return the draft tokens of each row's next round, after waiting for them if that pays."""
-        rows = self._accounting.step.rows
+        drafts = dict.fromkeys(names, _NO_DRAFT)
+        rows = [row for row in self._accounting.step.rows if row.name in drafts]
         if self._worker is not None:
             self._take_messages(0.0)
             self._worker.draft(rows)
         if None in [row.draft for row in rows]:
             self._wait_for_drafts(rows)
-        drafts = dict.fromkeys(names, _NO_DRAFT)
         for row in rows:
             if row.draft is not None:
                 drafts[row.name] = path = self._draft(row, row.draft)
@@ -400,10 +403,12 @@ class DraftHost(Inbox):
 
     def _drafts(self, row: HostedRow | None) -> bool:
         """Tell whether a row is to have drafts, as far as that is decided."""
-        if row is None or not row.drafting.offered.draftable:
+        if row is None or not row.drafting.offered.limit:
             return False
-        undecided = row.drafting.stance is None and self._policy.drafting
-        return undecided or row.drafting.num_draft_tokens > 0
+        # A proposer is offered while the prompt runs, and the count chosen when the row goes on.
+        unoffered = row.drafting.proposer_id is None
+        undecided = not row.num_output_tokens if unoffered else row.drafting.stance is None
+        return (undecided and self._policy.drafting) or row.drafting.num_draft_tokens > 0
 
     def draft_now(self) -> None:
         """Let the proposer on this thread hear of the last commit, for the step after the next."""

@@ -256,6 +256,8 @@ class RemoteProposer:
         self._tend(fault, lambda host: host.draft_behind(names, emitting, tokens))
 
     def undrafted(self, names: Sequence[str]) -> frozenset[str]:
+        if self._host is None:  # it was given up; what other ranks say nobody reads
+            return frozenset(names)
         any_step = adapter.captures_any_step(self._runner.vllm_config)
         fault = "rows without drafts were not found"
         found = self._tend(fault, lambda host: host.undrafted(names, any_step=any_step))

@@ -77,7 +77,7 @@ class DraftSide(Protocol):
         """Note how many draft tokens the device has chosen for each row."""
 
     def next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
-        """Commit what a step emitted, and return drafts for rows of the next one."""
+        """Commit what a step emitted, and return drafts for rows of the next one that have room."""
         ...
 
     def begin(self, plan: StepPlan, began: float | None = None) -> None:
@@ -226,12 +226,12 @@ class StepsAhead:
             self._chooses = self._side.await_branches(self._table, self._is_known)
         if self._chooses:
             return
-        names, room = list(self._room), self._room.values()
-        found = self._side.next_drafts(self._read(), names if self._draftable else ())
-        found = found or [[]] * len(names)
-        drafts = [d[:n] + [_NONE] * (n - len(d)) for d, n in zip(found, room, strict=True)]
-        self._placed = names, drafts
-        if any(room):
+        names = [name for name, n in self._room.items() if n and self._draftable]
+        given = dict(zip(names, self._side.next_drafts(self._read(), names), strict=True))
+        found = [(given.get(name, [])[:n], n) for name, n in self._room.items()]
+        drafts = [draft + [_NONE] * (n - len(draft)) for draft, n in found]
+        self._placed = list(self._room), drafts
+        if any(self._room.values()):
             tokens = [*chain.from_iterable(drafts)]
             # The device may copy from host memory later, but before the result of this step, which
             # is read before the next such copy.

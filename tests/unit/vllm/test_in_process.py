@@ -246,6 +246,50 @@ async def test_rows_that_are_to_have_no_drafts_need_no_room(
     assert undrafted() == {"a", "b", "unknown"}
 
 
+async def test_row_keeps_its_room_until_an_offer_may_have_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = VllmSteps(monkeypatch, names=("a",))
+    steps.step()
+    row = steps.host._rows["a"]
+
+    def undrafted(written: int) -> bool:
+        row.drafting.offered = replace(row.drafting.offered, proposer=NO_DRAFTS)
+        row.token_ids = [truth("a", i) for i in range(3 + written)]
+        return "a" in steps.host.undrafted("a", any_step=False)
+
+    assert undrafted(0), "nobody drafts"
+    steps.attach()
+    steps.host.take_early()
+    assert not undrafted(0)
+    assert undrafted(1)
+
+
+async def test_rows_without_room_miss_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = VllmSteps(monkeypatch)
+    host, names = steps.host, ["a", "b"]
+    host._ahead = True
+    steps.step()
+    steps.attach()  # and it does not draft
+
+    def run(verified: dict[str, list[int]]) -> list[int]:
+        for _ in range(2):
+            host.take_early()
+            emitted = [[truth(name, len(steps.texts[name]))] for name in names]
+            for name, tokens in zip(names, emitted, strict=True):
+                steps.texts[name] += tokens
+            lengths = [len(steps.texts[name]) for name in names]
+            host.commit(names, emitted, lengths, lambda row, n: steps.texts[names[row]][:n])
+            host.chosen(dict.fromkeys(names, 0))
+            host.begin_step((), {name: 1 + len(verified.get(name, ())) for name in names}, verified)
+            host.account()
+        return [host._rows[name].drafting.breaker.deadline_misses for name in names]
+
+    assert run({}) == [0, 0]
+    assert not host.tracker._in_vain
+    assert run({"b": [-1] * K}) == [0, 2]
+
+
 async def test_rows_have_all_room_where_graphs_are_for_rows_with_drafts_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
