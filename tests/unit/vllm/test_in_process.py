@@ -265,6 +265,31 @@ async def test_row_keeps_its_room_until_an_offer_may_have_come(
     assert undrafted(1)
 
 
+async def test_step_waits_for_no_draft_of_a_row_without_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = VllmSteps(monkeypatch, max_wait_s=4.0)
+    steps.step()
+    proposer = steps.attach()
+    steps.host.take_early()
+    emitted = [[truth(name, 4)] for name in "ab"]
+    steps.host.commit("ab", emitted, [5, 5], lambda row, n: [truth("ab"[row], i) for i in range(n)])
+    steps.host.tell()
+    steps.texts["a"] += emitted[0]
+    steps.post(proposer, steps.block("a"))
+    steps.host.take_early()
+    began = time.monotonic()
+    [draft] = steps.host.choose_drafts("a")
+    assert time.monotonic() - began < 2.0
+    assert draft == [truth("a", len(steps.texts["a"]) + i) for i in range(K)]
+
+
+async def test_nobody_has_room_once_drafting_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = VllmSteps(monkeypatch)
+    steps.plugin._host = None
+    assert steps.plugin.undrafted("ab") == {*"ab"}
+
+
 async def test_rows_without_room_miss_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = VllmSteps(monkeypatch)
     host, names = steps.host, ["a", "b"]
