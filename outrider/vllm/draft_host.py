@@ -405,10 +405,10 @@ class DraftHost(Inbox):
         """Tell whether a row is to have drafts, as far as that is decided."""
         if row is None or not row.drafting.offered.limit:
             return False
-        # A proposer is offered while the prompt runs, and the count chosen when the row goes on.
-        unoffered = row.drafting.proposer_id is None
-        undecided = not row.num_output_tokens if unoffered else row.drafting.stance is None
-        return (undecided and self._policy.drafting) or row.drafting.num_draft_tokens > 0
+        if row.drafting.proposer_id is None:  # one may be found while the prompt runs
+            return not row.num_output_tokens and self._policy.drafting
+        undecided = row.drafting.stance is None and self._policy.drafting
+        return undecided or row.drafting.num_draft_tokens > 0
 
     def draft_now(self) -> None:
         """Let the proposer on this thread hear of the last commit, for the step after the next."""
