@@ -442,7 +442,7 @@ class DraftHost(Inbox):
         verifying = [
             (row.session_id, len(row.token_ids), place, row.num_verified, wanted, False)
             for place, (row, _) in rows.items()
-            if (wanted := row.drafting.num_draft_tokens) and row.request.constraint is None
+            if (wanted := row.drafting.num_draft_tokens)
         ]
         self._worker.launch(verifying, tokens)
 

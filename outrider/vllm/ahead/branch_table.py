@@ -7,11 +7,13 @@ running one ends. The device copies the table between the two steps. Until then 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from outrider.vllm.ahead.host_copy import HostCopy
 
 _MOST: Final = 32  # entries of a row
 _LINE: Final = 16  # values of 4 bytes in a cache line
@@ -44,9 +46,7 @@ class BranchTable:
         self._outcomes = self._on_host.numpy().view(np.int64)[..., 0]
         self._on_device = torch.empty_like(self._on_host, device=device)
         self._places = on_host(max_rows * (1 + self._k), dtype=torch.int64)
-        self._chosen = on_host(max_rows, self._k, dtype=torch.int32)
-        cuda: Any = torch.cuda
-        self._copied = cuda.Event() if pinned else None
+        self._chosen = HostCopy((max_rows, self._k), device)
         self._slots: list[dict[int, int]] = []  # by row, of each outcome
 
     def clear(self, num_rows: int) -> None:
@@ -86,13 +86,9 @@ class BranchTable:
         found, slots = fits.int().max(dim=1)
         drafts = torch.take_along_dim(table, slots[:, None, None], dim=1)[:, 0, 2 : 2 + self._k]
         drafts = torch.where(found.bool()[:, None], drafts, -1)
-        self._chosen[:num_rows].copy_(drafts, non_blocking=self._copied is not None)
-        if self._copied is not None:
-            self._copied.record()
+        self._chosen.begin(drafts)
         return drafts.flatten()[placed[num_rows:]]
 
     def chosen(self) -> list[list[int]]:
         """Wait for the device's choice; return each row's draft tokens, -1 for each that lacks."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._chosen[: len(self._slots)].tolist()
+        return self._chosen.wait()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,6 +32,7 @@ from outrider.vllm.adapter import (
     leave_undrafted,
 )
 from outrider.vllm.ahead.branch_table import BranchTable, as_outcomes
+from outrider.vllm.ahead.host_copy import HostCopy
 from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from outrider.vllm.min_tokens import held_by_texts
 
@@ -136,6 +137,7 @@ class StepsAhead:
         pinned = runner.device.type == "cuda"  # then the device copies from it by itself
         most = max_num_seqs * num_draft_tokens
         self._on_host = torch.empty(most, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self._chosen = HostCopy((most,), runner.device)  # drafts, if the device has made them
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         self._preprocess, self._forward = runner._preprocess, runner._model_forward
         self._keep_books = runner._bookkeeping_sync
@@ -178,7 +180,7 @@ class StepsAhead:
             and not scheduler_output.pending_structured_output_tokens
         )
         self._draftable = any(room) and not unchecked
-        self._made = self._find_made()
+        self._made = self._find_made() if self._draftable == any(room) else None
         self._chooses = self._made is not None or (self._draftable and self._choose())
         if self._embeds_drafts:
             self._decide()
@@ -195,14 +197,19 @@ class StepsAhead:
 
     def _find_made(self) -> PlacedDrafts | None:
         """Place what the device makes behind the step before; None if the host is to choose."""
-        # Penalties and grammars need the tokens on the host.
-        texts = self._runner.input_batch.sampling_metadata.output_token_ids
-        if texts or self._plan.has_structured_output_requests or self._last is None:
-            return None
-        made = self._side.drafts_behind(self._room)
+        made = None if self._last is None else self._side.drafts_behind(self._room)
         if made is not None and self._draftable:
-            self._place(made.fill([*self._room.values()]), complete=False)
+            tokens = made.fill([*self._room.values()])
+            if self._host_reads_drafts:
+                self._chosen.begin(tokens)
+            self._place(tokens, complete=False)
         return made
+
+    @property
+    def _host_reads_drafts(self) -> bool:
+        """Tell whether tokens are chosen by drafts before them: for penalties, and grammars."""
+        texts = self._runner.input_batch.sampling_metadata.output_token_ids
+        return bool(texts) or self._plan.has_structured_output_requests
 
     def _choose(self) -> bool:
         """Have the device choose drafts when the step before has ended; False if it has."""
@@ -255,12 +262,16 @@ class StepsAhead:
         return output
 
     def _take_chosen(self) -> None:
-        if self._made is not None:
-            self._placed = list(self._room), [[] for _ in self._room]
+        rooms = self._room.values()
+        if self._made is None:
+            drafts = [d[:room] for d, room in zip(self._table.chosen(), rooms, strict=True)]
+        elif self._draftable and self._host_reads_drafts:
+            tokens = iter(self._chosen.wait())
+            drafts = [[*islice(tokens, room)] for room in rooms]
+        else:
+            self._placed = list(self._room), [[] for _ in rooms]
             self._side.chosen(dict(zip(self._room, self._made.lengths, strict=True)))
             return
-        rooms = zip(self._table.chosen(), self._room.values(), strict=True)
-        drafts = [draft[:room] for draft, room in rooms]
         self._placed = list(self._room), drafts
         lengths = [len(draft) - draft.count(_NONE) for draft in drafts]
         self._side.chosen(dict(zip(self._room, lengths, strict=True)))

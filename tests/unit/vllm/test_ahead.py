@@ -104,13 +104,29 @@ def test_step_with_drafts_that_the_device_has_made_waits_for_no_result(
     assert [row[0] for row in runner.emitted] == [3, 0], "accepted of each"
 
 
-def test_device_makes_no_drafts_of_a_step_whose_tokens_the_host_needs(runner: AheadRunner) -> None:
+def test_penalties_and_grammars_see_the_drafts_that_the_device_has_made(
+    runner: AheadRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.vllm.ahead.steps.draft_token_ids", lambda *given: given)
+    runner.run("a", "b", new="ab")
+    runner.made = partial(made, runner)
+    for texts, grammar in (([], True), ([[], []], False)):
+        runner.input_batch.sampling_metadata.output_token_ids = texts
+        runner.calls.clear()
+        runner.run("a", "b", has=grammar, asks=grammar)
+        assert runner.calls[2:5] == ["runs", "read", "committed"]
+        [right, none] = runner.verified
+        assert (len(set(right) - {-1}), none) == (3, [-1] * K)
+        assert runner.lengths == {"a": 3, "b": 0}
+        assert runner.take_draft_token_ids() == (["a", "b"], [right[:3], []])
+    assert runner.input_batch.spec_token_ids[:2] == [[*right[:3], 0], [0] * K]
+
+
+def test_device_makes_no_drafts_that_a_grammar_is_not_asked_about(runner: AheadRunner) -> None:
     runner.run("a", new="a")
     runner.made = lambda _: pytest.fail("it was asked")
-    runner.run("a", has=True, asks=True)  # a grammar
-    runner.input_batch.sampling_metadata.output_token_ids = [[]]  # penalties
-    runner.run("a")
-    assert len(text(runner, "a")) > 4
+    runner.run("a", has=True)
+    assert runner.verified == [[-1] * K]
 
 
 def test_texts_are_the_truth_whatever_part_of_a_draft_is_right(runner: AheadRunner) -> None:
