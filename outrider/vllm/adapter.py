@@ -301,6 +301,30 @@ def shared_drafts(drafts: list[list[int]], num_rows: int, most: int) -> list[lis
     return [[token for token in row if token >= 0] for row in table.tolist()]
 
 
+def agreed(choice: int) -> int:
+    """Return the choice of tensor-parallel rank 0 on every rank, through the ranks' CPU group."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return choice
+    import torch
+
+    table = torch.tensor([choice], device="cpu")
+    torch.distributed.broadcast(table, src=group.ranks[0], group=group.cpu_group)
+    return int(table.item())
+
+
+def share(tokens: Any) -> None:
+    """Give every rank the values of tensor-parallel rank 0's tensor.
+
+    The devices do so in order with their other work. No host waits.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    get_tp_group().broadcast(tokens)
+
+
 def seed_of(request_id: str, seed: int | None, default: int) -> int:
     """Return the seed of a request's noise, equal on all ranks, also if the client gave none."""
     if seed is not None:

@@ -379,10 +379,7 @@ class DraftHost(Inbox):
 
     def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
         """Return the drafts that the device makes behind the running step; see `WorkerDrafts`."""
-        placed = None if self._worker is None else self._worker.place(rooms, self._rows)
-        if placed is not None:
-            self.begin_prompts(rooms)
-        return placed
+        return None if self._worker is None else self._worker.place(rooms, self._rows)
 
     def begin_prompts(self, names: Iterable[str]) -> None:
         """Begin to copy hidden states of prompts among rows, before the next step runs."""

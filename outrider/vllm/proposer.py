@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -67,7 +67,6 @@ class RemoteProposer:
         self._server: DraftServer | None = None
         self._rule = VerificationRule.REJECTION
         self._ahead = adapter.schedules_ahead(vllm_config)
-        self._alone = served.num_ranks == 1  # else all ranks would need the same branches
         self._methods = self._options.methods(served.model, served.device)
         asked = self._options.hidden_features or states_read_by(self._methods)
         self._features = None if asked is None else states_of(asked, vllm_config)
@@ -85,6 +84,8 @@ class RemoteProposer:
 
     def bind(self, runner: Any) -> None:
         """Begin to follow a model runner, once. Raises `ConfigError` for a port that is taken."""
+        import torch
+
         from outrider.vllm.coupled import couple
 
         if self._runner is not None:
@@ -102,6 +103,8 @@ class RemoteProposer:
             if self._rule is not VerificationRule.COUPLED:
                 raise ConfigError(NOT_COUPLED)
             StepsAhead(runner, self, served.max_num_seqs, served.num_speculative_tokens)
+            # The first time takes long, and memory that vLLM should count.
+            adapter.share(torch.zeros(1, dtype=torch.int32, device=runner.device))
         if adapter.tensor_parallel_rank() > 0:
             return
         policy = POLICIES[self._options.speculation_policy](served.num_speculative_tokens)
@@ -189,17 +192,19 @@ class RemoteProposer:
 
     # For steps that are scheduled ahead: see `outrider.vllm.ahead.steps.DraftSide`.
 
+    def agreed(self, choice: int) -> int:
+        return adapter.agreed(choice)
+
+    def share(self, tokens: Tensor) -> None:
+        adapter.share(tokens)
+
     def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
-        if not any(rooms.values()):  # on each rank, also after a fault of one
-            self._tend("states were not read", lambda host: host.begin_prompts(rooms))
-            return PlacedDrafts.none(len(rooms))
-        if not self._alone:
-            return None
         return self._tend("drafts were not placed", lambda host: host.drafts_behind(rooms))
 
+    def begin_prompts(self, names: Iterable[str]) -> None:
+        self._tend("states were not read", lambda host: host.begin_prompts(names))
+
     def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
-        if not self._alone:
-            return False
         fault = "branches were not written"
         return bool(self._tend(fault, lambda host: host.write_branches(places, table)))
 

@@ -123,6 +123,7 @@ AHEAD: Final = Names(
             *("self", "min_cg_support"),
         ),
         "vllm.config:VllmConfig.__post_init__": ("self",),
+        "vllm.distributed.parallel_state:GroupCoordinator.broadcast": ("self", "input_"),
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler.schedule": ("self",),
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler.update_from_output": (
             *("self", "scheduler_output", "model_runner_output"),

@@ -88,4 +88,6 @@ class WorkerDrafts:
                 continue
             if room and row.drafting.num_draft_tokens:
                 return None
-        return PlacedDrafts(drafts.nodes.tokens, sources, lengths) if any(lengths) else None
+        if not any(lengths):
+            return None
+        return PlacedDrafts.gather(drafts.nodes.tokens, sources, lengths, [*rooms.values()])

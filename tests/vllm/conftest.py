@@ -54,7 +54,7 @@ class Engine:
             **options,
         }
         self.llm = LLM(str(TARGET), speculative_config=PLUGIN, **settings)
-        [self.info] = self.llm.collective_rpc("outrider_info")
+        self.info = self.llm.collective_rpc("outrider_info")[0]
 
     def texts(self, prompts: list[str], **params: Any) -> list[tuple[int, ...]]:
         """Return the tokens of each prompt's answer; prompt i is sampled with seed i."""

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.vllm.ahead.host_copy import HostCopy
-
 _MOST: Final = 32  # entries of a row
 _LINE: Final = 16  # values of 4 bytes in a cache line
 _NO_OUTCOME: Final = -1  # equals none: a row emits a token at least
@@ -46,7 +44,6 @@ class BranchTable:
         self._outcomes = self._on_host.numpy().view(np.int64)[..., 0]
         self._on_device = torch.empty_like(self._on_host, device=device)
         self._places = on_host(max_rows * (1 + self._k), dtype=torch.int64)
-        self._chosen = HostCopy((max_rows, self._k), device)
         self._slots: list[dict[int, int]] = []  # by row, of each outcome
 
     def clear(self, num_rows: int) -> None:
@@ -70,7 +67,9 @@ class BranchTable:
         return bool(self._slots[row])
 
     def choose(self, ended: Tensor, sources: Sequence[int], room: Sequence[int]) -> Tensor:
-        """Have the device choose drafts when the running step has ended; int32 [draft tokens].
+        """Have the device choose drafts when the running step has ended.
+
+        Returns the draft tokens of all rows, -1 for each that lacks: int32 [sum of `room`].
 
         `ended` are its rows' outcomes, and `sources` which of them is each row's. A row has `room`
         for so many draft tokens.
@@ -86,9 +85,4 @@ class BranchTable:
         found, slots = fits.int().max(dim=1)
         drafts = torch.take_along_dim(table, slots[:, None, None], dim=1)[:, 0, 2 : 2 + self._k]
         drafts = torch.where(found.bool()[:, None], drafts, -1)
-        self._chosen.begin(drafts)
         return drafts.flatten()[placed[num_rows:]]
-
-    def chosen(self) -> list[list[int]]:
-        """Wait for the device's choice; return each row's draft tokens, -1 for each that lacks."""
-        return self._chosen.wait()

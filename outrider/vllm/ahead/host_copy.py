@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,24 +11,24 @@ from torch import Tensor
 class HostCopy:
     """Host memory that the device copies token ids to, one copy at a time."""
 
-    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
-        """Take the shape of the largest copy, and the device that it comes from."""
+    def __init__(self, most: int, device: torch.device) -> None:
+        """Have room for so many token ids of a device."""
         on_cuda = device.type == "cuda"
-        self._on_host = torch.empty(*shape, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
+        self._on_host = torch.empty(most, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
         cuda: Any = torch.cuda
         self._copied = cuda.Event() if on_cuda else None
-        self._num_rows = 0
+        self._length = 0
 
     def begin(self, tokens: Tensor) -> None:
-        """Have the device copy tokens once it has chosen them: int32 [any, as the shape]."""
-        self._num_rows = len(tokens)
-        self._on_host[: self._num_rows].copy_(tokens, non_blocking=self._copied is not None)
+        """Have the device copy tokens once it has chosen them: int32 [most at most]."""
+        self._length = len(tokens)
+        self._on_host[: self._length].copy_(tokens, non_blocking=self._copied is not None)
         if self._copied is not None:
             self._copied.record()
 
-    def wait(self) -> list[Any]:
+    def wait(self) -> list[int]:
         """Wait for the copy, and return its tokens."""
         if self._copied is not None:
             self._copied.synchronize()
-        tokens: list[Any] = self._on_host[: self._num_rows].tolist()
+        tokens: list[int] = self._on_host[: self._length].tolist()
         return tokens

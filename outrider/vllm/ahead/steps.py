@@ -17,7 +17,8 @@ choose tokens (lengths, penalties, `min_tokens`, grammars) is set right before i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import IntEnum
 from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
@@ -46,11 +47,20 @@ class DraftSide(Protocol):
     def awaited(self) -> None:
         """Take in what came while the last step ran."""
 
-    def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
-        """Return the drafts that the device makes behind the running step; None: the host chooses.
+    def agreed(self, choice: int) -> int:
+        """Return the first rank's choice, on every rank."""
+        ...
 
-        `rooms` are the rows of the next step, each with its room for draft tokens. Without any room
-        nobody chooses.
+    def share(self, tokens: Tensor) -> None:
+        """Have the devices of other ranks take over the first one's tokens."""
+
+    def begin_prompts(self, names: Iterable[str]) -> None:
+        """Have the device copy what it still needs of rows whose prompts end in the last step."""
+
+    def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
+        """Return the drafts that the device makes behind the running step, if they serve the next.
+
+        `rooms` are the rows of the next step, each with its room for draft tokens.
         """
         ...
 
@@ -101,6 +111,15 @@ class DraftSide(Protocol):
         ...
 
 
+class Chooser(IntEnum):
+    """Who chooses the draft tokens of a step."""
+
+    HOST = 0  # once it has read what the step before emits
+    LOOP = 1  # of a proposer in the worker, which the device runs behind the step before
+    BRANCHES = 2  # the device, by what the step before emits
+    NOBODY = 3  # no row has room for any
+
+
 class _Launched(NamedTuple):
     """A step whose tokens the device has chosen, or will choose."""
 
@@ -123,8 +142,8 @@ class StepsAhead:
         self._table = BranchTable(max_num_seqs, num_draft_tokens, runner.device)
         self._room: dict[str, int] = {}  # for draft tokens, by row of the step
         self._draftable = False  # the rows may have drafts
-        self._chooses = False  # the device chooses the drafts, if the result does not come first
-        self._made: PlacedDrafts | None = None  # it has made them behind the step before
+        self._chooser = Chooser.HOST
+        self._given: Any = None  # `PlacedDrafts` that the device chooses
         self._plan: Any = None  # vLLM's `SchedulerOutput` of the step
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
@@ -137,7 +156,7 @@ class StepsAhead:
         pinned = runner.device.type == "cuda"  # then the device copies from it by itself
         most = max_num_seqs * num_draft_tokens
         self._on_host = torch.empty(most, dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self._chosen = HostCopy((most,), runner.device)  # drafts, if the device has made them
+        self._chosen = HostCopy(most, runner.device)  # what the device chose
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         self._preprocess, self._forward = runner._preprocess, runner._model_forward
         self._keep_books = runner._bookkeeping_sync
@@ -179,9 +198,8 @@ class StepsAhead:
             scheduler_output.has_structured_output_requests
             and not scheduler_output.pending_structured_output_tokens
         )
-        self._draftable = any(room) and not unchecked
-        self._made = self._find_made() if self._draftable == any(room) else None
-        self._chooses = self._made is not None or (self._draftable and self._choose())
+        self._draftable, self._given = any(room) and not unchecked, None
+        self._chooser = self._find_chooser()
         if self._embeds_drafts:
             self._decide()
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
@@ -195,43 +213,66 @@ class StepsAhead:
         """Tell whether the host can read how the step before ended."""
         return self._last is None or self._last.copied.query()
 
-    def _find_made(self) -> PlacedDrafts | None:
-        """Place what the device makes behind the step before; None if the host is to choose."""
-        made = None if self._last is None else self._side.drafts_behind(self._room)
-        if made is not None and self._draftable:
-            tokens = made.fill([*self._room.values()])
-            if self._host_reads_drafts:
-                self._chosen.begin(tokens)
-            self._place(tokens, complete=False)
-        return made
+    def _find_chooser(self) -> Chooser:
+        """Decide who is to choose the drafts, and place what a device will choose.
+
+        The first rank decides this, and all of them verify what its device chooses.
+        """
+        if self._last is None or self._draftable != any(self._room.values()):
+            return Chooser.HOST
+        if not self._draftable:
+            self._side.begin_prompts(self._room)
+            return Chooser.NOBODY
+        chooser, given = self._launch_choice()
+        chooser = Chooser(self._side.agreed(chooser))
+        if chooser is Chooser.HOST:
+            return chooser
+        if chooser is Chooser.LOOP:
+            self._side.begin_prompts(self._room)
+        self._given = self._empty(chooser) if given is None else given
+        self._side.share(self._given.tokens)
+        if self._host_reads_drafts:
+            self._chosen.begin(self._given.tokens)
+        self._place(self._given.tokens, complete=False)
+        return chooser
+
+    def _empty(self, chooser: Chooser) -> PlacedDrafts:
+        """Return a place for the first rank's drafts, which only that rank counts."""
+        number = sum(self._room.values())
+        tokens = torch.empty(number, dtype=torch.int32, device=self._runner.device)
+        return PlacedDrafts(tokens, None if chooser is Chooser.BRANCHES else [0] * len(self._room))
 
     @property
     def _host_reads_drafts(self) -> bool:
-        """Tell whether tokens are chosen by drafts before them: for penalties, and grammars."""
-        texts = self._runner.input_batch.sampling_metadata.output_token_ids
-        return bool(texts) or self._plan.has_structured_output_requests
+        """Tell whether the host does not know what the device chooses, and needs to."""
+        texts = self._runner.input_batch.sampling_metadata.output_token_ids  # with penalties
+        by_text = bool(texts) or self._plan.has_structured_output_requests
+        return self._given is not None and (by_text or self._given.lengths is None)
 
-    def _choose(self) -> bool:
-        """Have the device choose drafts when the step before has ended; False if it has."""
-        if self._is_known():
-            return False
+    def _launch_choice(self) -> tuple[Chooser, PlacedDrafts | None]:
+        """Return who is to choose the drafts, and what a device chooses."""
         assert self._last is not None
+        if (made := self._side.drafts_behind(self._room)) is not None:
+            return Chooser.LOOP, made
+        if self._is_known():
+            return Chooser.HOST, None
         self._table.clear(len(self._room))
         places = {name: row for row, (name, room) in enumerate(self._room.items()) if room}
         if not self._side.write_branches(places, self._table):
-            return False
+            return Chooser.HOST, None
         rows = {name: row for row, name in enumerate(self._last.names)}
         # Of what did not run there is no branch.
         sources = [rows.get(name, 0) for name in self._room]
-        given = self._table.choose(self._last.outcomes, sources, [*self._room.values()])
-        self._place(given, complete=False)
-        return True
+        chosen = self._table.choose(self._last.outcomes, sources, [*self._room.values()])
+        return Chooser.BRANCHES, PlacedDrafts(chosen)
 
     def _decide(self) -> None:
         """Decide who chooses the drafts; if it is the host, read how the step before ended."""
-        if self._made is None and self._chooses:
-            self._chooses = self._side.await_branches(self._table, self._is_known)
-        if self._chooses:
+        if self._chooser is Chooser.BRANCHES:
+            come = self._side.await_branches(self._table, self._is_known)
+            if not self._side.agreed(come):
+                self._chooser = Chooser.HOST
+        if self._chooser is not Chooser.HOST:
             return
         names = [name for name, n in self._room.items() if n and self._draftable]
         given = dict(zip(names, self._side.next_drafts(self._read(), names), strict=True))
@@ -251,9 +292,9 @@ class StepsAhead:
         if not self._embeds_drafts:
             self._decide()
         output = self._forward(*args, **kwargs)
-        if self._chooses:
-            self._chooses = False
-            if self._made is None:
+        chooser, self._chooser = self._chooser, Chooser.HOST
+        if chooser is not Chooser.HOST:
+            if chooser is Chooser.BRANCHES:
                 self._side.add_branches(self._table, self._is_known)
             self._began_at = time.perf_counter()  # the device has begun
             if (last := self._read()) is not None:
@@ -262,18 +303,15 @@ class StepsAhead:
         return output
 
     def _take_chosen(self) -> None:
+        """Take down the drafts that the device chooses, as far as the host needs them."""
         rooms = self._room.values()
-        if self._made is None:
-            drafts = [d[:room] for d, room in zip(self._table.chosen(), rooms, strict=True)]
-        elif self._draftable and self._host_reads_drafts:
+        drafts: list[list[int]] = [[] for _ in rooms]
+        lengths = [0] * len(drafts) if self._given is None else self._given.lengths
+        if self._host_reads_drafts:
             tokens = iter(self._chosen.wait())
             drafts = [[*islice(tokens, room)] for room in rooms]
-        else:
-            self._placed = list(self._room), [[] for _ in rooms]
-            self._side.chosen(dict(zip(self._room, self._made.lengths, strict=True)))
-            return
+            lengths = [len(draft) - draft.count(_NONE) for draft in drafts]
         self._placed = list(self._room), drafts
-        lengths = [len(draft) - draft.count(_NONE) for draft in drafts]
         self._side.chosen(dict(zip(self._room, lengths, strict=True)))
 
     def _place(self, tokens: Tensor, *, complete: bool) -> None:

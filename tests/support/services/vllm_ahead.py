@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 
+LATE = "OUTRIDER_TEST_LATE"
+"""Environment of a rank: looks at an event until it tells that the device has done its work."""
+CAPTURED = "OUTRIDER_TEST_CAPTURED"
+"""The same: if set, methods in the worker capture loops as on a GPU."""
+
 
 class Done:
     """A stream and an event of a device that has done all of its work."""
@@ -41,8 +46,15 @@ def let_cpu_schedule_ahead(patch: pytest.MonkeyPatch) -> None:
         config.scheduler_config.async_scheduling = asked
 
     patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_the_flag))
+    let_events_be(patch)
+    assert gpu_model_runner.torch is torch
+
+
+def let_events_be(patch: pytest.MonkeyPatch) -> None:
+    """Put `Done` in place of what vLLM's worker has for events of a device."""
+    import torch
+
     cuda: Any = torch.cuda
     patch.setattr(cuda, "Event", Done)
     patch.setattr(cuda, "current_stream", Done)
     patch.setattr(cuda, "stream", lambda _: contextlib.nullcontext())
-    assert gpu_model_runner.torch is torch

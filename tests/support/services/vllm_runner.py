@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.vllm.adapter import StepOutput, StepPlan, undrafted_in
 from outrider.vllm.ahead.branch_table import BranchTable
@@ -47,6 +48,10 @@ class AheadRunner:
         self.lengths: dict[str, int] = {}  # of the drafts that the device chose
         self.made: Callable[[Mapping[str, int]], PlacedDrafts | None] = lambda _: None
         """Returns what the device has made behind the last step."""
+        self.prompts_of: list[str] = []  # rows whose prompts may have ended in the last step
+        self.choices: list[int] = []  # of who chooses the drafts
+        self.shared: list[Tensor] = []  # tokens for other ranks
+        self.drafted: list[list[list[int]]] = []  # drafts for them, which the host chose
         StepsAhead(self, side or self, 8, K)
 
     def run(
@@ -180,13 +185,25 @@ class AheadRunner:
     def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
         return self.made(rooms)
 
+    def begin_prompts(self, names: Iterable[str]) -> None:
+        self.prompts_of = [*names]
+
+    def agreed(self, choice: int) -> int:
+        self.choices.append(choice)
+        return choice
+
+    def share(self, tokens: Tensor) -> None:
+        self.shared.append(tokens)
+
     def launched(self) -> None:
         self.calls.append("launched")
 
     def next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
         self.told.append(output)
         known = {} if output is None else dict(zip(output.names, output.lengths, strict=True))
-        return [self.draft(name, known[name]) if name in known else [] for name in names]
+        drafts = [self.draft(name, known[name]) if name in known else [] for name in names]
+        self.drafted.append(drafts)
+        return drafts
 
     def draft(self, name: str, length: int) -> list[int]:
         return [truth(name, length + i) + (i >= self.right) for i in range(K)]
@@ -219,6 +236,34 @@ class AheadRunner:
 
     def take_draft_token_ids(self) -> Any:
         raise AssertionError("vLLM's has no drafts of ours")
+
+
+class OtherRank(AheadRunner):
+    """Another tensor-parallel rank, which runs each step after the first: it drafts nothing."""
+
+    def __init__(self, first: AheadRunner) -> None:
+        super().__init__()
+        self.late = first.late
+        self._of_first, self._tokens = iter(first.choices), iter(first.shared)
+        self._drafts = iter(first.drafted)
+
+    def agreed(self, choice: int) -> int:  # noqa: ARG002
+        return next(self._of_first)
+
+    def share(self, tokens: Tensor) -> None:
+        tokens.copy_(next(self._tokens))
+
+    def next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
+        super().next_drafts(output, names)
+        return next(self._drafts)
+
+    def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:  # noqa: ARG002
+        return False
+
+    def await_branches(self, _table: BranchTable, _known: Known) -> bool:
+        return False
+
+    def add_branches(self, _table: BranchTable, _known: Known) -> None: ...
 
 
 class State:

@@ -55,6 +55,8 @@ class VllmSteps(Listener):
         max_graph_rows: int = 0,
     ) -> None:
         monkeypatch.setattr(adapter, "shared_drafts", lambda drafts, *_: drafts)
+        monkeypatch.setattr(adapter, "agreed", lambda choice: choice)
+        monkeypatch.setattr(adapter, "share", lambda _: None)
         policy = LockstepFixedPolicy(K, max_wait_s=max_wait_s)
         self.host = DraftHost(K, CONTEXT, 8, policy=policy, max_graph_rows=max_graph_rows)
         self.host.listener = self
@@ -73,7 +75,6 @@ class VllmSteps(Listener):
                 vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=0)),
             ),
             _ahead=False,
-            _alone=True,
             _num_faults=0,
         )
         self.texts: dict[str, list[int]] = {}

@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.vllm import versions
 from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from outrider.vllm.proposer import RemoteProposer
-from tests.support.services.vllm_runner import AheadRunner
+from tests.support.services.vllm_runner import AheadRunner, OtherRank
 from tests.support.services.vllm_steps import K, truth
 
 
@@ -82,7 +82,8 @@ def made(runner: AheadRunner, rooms: Mapping[str, int]) -> PlacedDrafts:
     tokens = [truth("a", length + 1 + i) for i in range(K)]
     places = [0 if name == "a" else -1 for name in rooms]
     lengths = [3 if name == "a" else 0 for name in rooms]
-    return PlacedDrafts(torch.tensor([tokens], dtype=torch.int32), places, lengths)
+    drafts = torch.tensor([tokens], dtype=torch.int32)
+    return PlacedDrafts.gather(drafts, places, lengths, [*rooms.values()])
 
 
 @pytest.mark.parametrize("embeds", [False, True])
@@ -177,7 +178,6 @@ def test_step_after_the_next_has_no_room_in_rows_without_drafts(runner: AheadRun
 
 
 def test_step_without_room_for_drafts_waits_for_no_result(runner: AheadRunner) -> None:
-    runner.made = lambda rooms: None if any(rooms.values()) else PlacedDrafts.none(len(rooms))
     runner.run("a", new="a")
     runner.without = "a"
     for _ in range(3):
@@ -188,12 +188,43 @@ def test_step_without_room_for_drafts_waits_for_no_result(runner: AheadRunner) -
         *("awaited", "prepared", "runs", "read", "committed", "begin 1", "launched")
     ]
     assert runner.lengths == {"a": 0}
+    assert runner.prompts_of == ["a"]
     runner.without = ""
     for _ in range(4):
         runner.run("a")
     read = [token for token in text(runner, "a") if token >= 0]
     assert read == [truth("a", i) for i in range(len(read))]
     assert len(read) > 3 + 2 * K
+
+
+@pytest.mark.parametrize("way", ["host", "branches", "branches, then the host", "loop"])
+def test_ranks_verify_what_the_first_or_its_device_chooses(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.vllm.ahead.steps.draft_token_ids", lambda *given: given)
+    first = AheadRunner()
+    first.late = 0 if way == "host" else 2
+    if way == "branches, then the host":
+        first.await_branches = lambda *_: False  # type: ignore[method-assign]
+    other = OtherRank(first)
+    for runner in (first, other):
+        runner.run("a", "b", new="ab")
+        runner.input_batch.sampling_metadata.output_token_ids = [[], []]  # of penalties
+    for right in (K, 0, 2, K):
+        first.right = right
+        if way == "loop":
+            first.made = partial(made, first)
+        for runner in (first, other):
+            runner.run("a", "b")
+        assert other.verified == first.verified
+        assert other._inputs == first._inputs
+        assert other.take_draft_token_ids() == first.take_draft_token_ids()
+        assert other.input_batch.spec_token_ids == first.input_batch.spec_token_ids
+    assert [text(other, name) for name in "ab"] == [text(first, name) for name in "ab"]
+    assert len([token for token in text(other, "a") if token >= 0]) > 8
+    assert len(first.shared) == (0 if way == "host" else 4)
+    with pytest.raises(StopIteration):
+        other.agreed(0)
 
 
 def test_row_within_its_prompt_emits_nothing(runner: AheadRunner) -> None:

@@ -211,9 +211,20 @@ async def test_drafts_behind_a_step_are_placed_unless_another_row_needs_the_host
     world.host._worker._launched = behind
     found = drafts()
     assert found is not None
-    assert (found.sources, found.lengths) == ([-1, 0, 1, -1], [0, 2, 3, 0])
+    none = [-1] * K
+    assert found.lengths == [0, 2, 3, 0]
+    assert found.tokens.tolist() == [
+        *tokens[0, :2].tolist(),
+        -1,
+        -1,
+        *tokens[1, :3].tolist(),
+        *none,
+    ]
     rooms["c"] = K  # its first draft is made behind the next step
-    assert drafts() == found
+    newcomer = drafts()
+    assert newcomer is not None
+    assert newcomer.lengths == found.lengths
+    assert newcomer.tokens.tolist() == [*none, *found.tokens.tolist()]
     other = replace(c.drafting.offered, proposer=DraftOffer("elsewhere", K))
     monkeypatch.setattr(c.drafting, "offered", other)
     assert drafts() is None, "which may come until then"

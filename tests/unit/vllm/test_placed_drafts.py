@@ -24,4 +24,4 @@ def test_each_row_gets_as_much_of_its_draft_as_it_has_room_for(data: st.DataObje
     for room, source, length in zip(rooms, sources, lengths, strict=True):
         draft = tokens[source, :length].tolist()
         expected += draft + [-1] * (room - length)
-    assert PlacedDrafts(tokens, sources, lengths).fill(rooms).tolist() == expected
+    assert PlacedDrafts.gather(tokens, sources, lengths, rooms).tokens.tolist() == expected

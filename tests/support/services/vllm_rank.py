@@ -1,0 +1,43 @@
+"""vLLM's worker of one rank, in a process of its own, that schedules ahead on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from outrider.vllm.ahead.steps import Chooser, StepsAhead
+from outrider.vllm.worker import CPUWorker
+from tests.support.services.vllm_ahead import CAPTURED, LATE, Done, let_events_be
+
+
+class CountingRank(CPUWorker):  # type: ignore[misc,valid-type]
+    """Counts who chose the drafts of steps."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        from tests.vllm.test_in_process import captured_loops
+
+        self._choosers: Counter[str] = Counter()
+        self._kept = contextlib.ExitStack()
+        patch = self._kept.enter_context(pytest.MonkeyPatch.context())
+        let_events_be(patch)
+        Done.late = int(os.environ[LATE])
+        if os.environ.get(CAPTURED):
+            self._kept.enter_context(captured_loops(patch))
+        find_chooser = StepsAhead._find_chooser
+
+        def found(steps: StepsAhead) -> Chooser:
+            chooser = find_chooser(steps)
+            self._choosers[chooser.name] += 1
+            return chooser
+
+        patch.setattr(StepsAhead, "_find_chooser", found)
+        super().load_model(*args, **kwargs)
+
+    def take_choosers(self) -> dict[str, int]:
+        """Return how many steps each of them chose for since the last call."""
+        counts, self._choosers = self._choosers, Counter()
+        return dict(counts)
