@@ -190,7 +190,7 @@ class RemoteProposer:
                 drafts = [[]] * len(names)
         return adapter.shared_drafts(drafts, len(names), self._served.num_speculative_tokens)
 
-    # For steps that are scheduled ahead: see `outrider.vllm.ahead.steps.DraftSide`.
+    # For steps that are scheduled ahead: see `outrider.vllm.ahead.draft_side`.
 
     def agreed(self, choice: int) -> int:
         return adapter.agreed(choice)

@@ -15,7 +15,7 @@ from outrider.drafting.building.loops import loop_shapes, recurrent_shapes
 from outrider.drafting.graphs.loops import CapturedLoops, DraftSampler, LoopCapture
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.errors import ConfigError
-from outrider.vllm.ahead.steps import Chooser, StepsAhead
+from outrider.vllm.ahead.device_choice import Chooser, DeviceChoice
 from outrider.vllm.draft_host import DraftHost
 from outrider.vllm.waiting import LockstepFixedPolicy
 from tests.support.models.by_tensors import by_tensors
@@ -64,17 +64,17 @@ def captured_loops(patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return contextlib.nullcontext(LoopCapture(shapes, rerun, DraftSampler()))
 
     counts: Counter[str] = Counter()
-    launch, find_chooser = CapturedLoops.launch_after_verify, StepsAhead._find_chooser
+    launch, choose = CapturedLoops.launch_after_verify, DeviceChoice.launch
 
     def counted(*args: Any) -> Any:
         loop = launch(*args)
         counts["behind"] += loop is not None
         return loop
 
-    def found(steps: StepsAhead) -> Chooser:
-        chooser = find_chooser(steps)
-        counts["placed"] += chooser is Chooser.LOOP
-        return chooser
+    def chosen(choice: DeviceChoice, *args: Any, **kwargs: Any) -> Any:
+        tokens = choose(choice, *args, **kwargs)
+        counts["placed"] += choice.chooser is Chooser.LOOP
+        return tokens
 
     class CapturedChains:
         @staticmethod
@@ -83,7 +83,7 @@ def captured_loops(patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
             shapes = loop_shapes(max_sessions=16, max_draft_tokens=4, max_branches=0)
             return DraftModelLoops(model, LoopCapture(shapes, rerun, DraftSampler()))
 
-    patch.setattr(StepsAhead, "_find_chooser", found)
+    patch.setattr(DeviceChoice, "launch", chosen)
     patch.setattr(draft_model, "LlamaChains", CapturedChains)
     patch.setattr(heads, "_cached_capture", of_head)
     patch.setattr(heads, "choose_backend", lambda *_: by_tensors)

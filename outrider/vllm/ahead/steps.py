@@ -17,10 +17,8 @@ choose tokens (lengths, penalties, `min_tokens`, grammars) is set right before i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from enum import IntEnum
-from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,102 +30,10 @@ from outrider.vllm.adapter import (
     draft_token_ids,
     leave_undrafted,
 )
-from outrider.vllm.ahead.branch_table import BranchTable, as_outcomes
-from outrider.vllm.ahead.host_copy import HostCopy
-from outrider.vllm.ahead.placed_drafts import PlacedDrafts
+from outrider.vllm.ahead.branch_table import as_outcomes
+from outrider.vllm.ahead.device_choice import NONE, Chooser, DeviceChoice, LaunchedStep
+from outrider.vllm.ahead.draft_side import DraftSide
 from outrider.vllm.min_tokens import held_by_texts
-
-_NONE = -1  # equals no token
-Known = Callable[[], bool]
-
-
-class DraftSide(Protocol):
-    """Decides on drafts, and follows the steps. No call raises."""
-
-    def awaited(self) -> None:
-        """Take in what came while the last step ran."""
-
-    def agreed(self, choice: int) -> int:
-        """Return the first rank's choice, on every rank."""
-        ...
-
-    def share(self, tokens: Tensor) -> None:
-        """Have the devices of other ranks take over the first one's tokens."""
-
-    def begin_prompts(self, names: Iterable[str]) -> None:
-        """Have the device copy what it still needs of rows whose prompts end in the last step."""
-
-    def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
-        """Return the drafts that the device makes behind the running step, if they serve the next.
-
-        `rooms` are the rows of the next step, each with its room for draft tokens.
-        """
-        ...
-
-    def write_branches(self, places: Mapping[str, int], table: BranchTable) -> bool:
-        """Write rows' drafts by how the running step may end; False if there can be none.
-
-        `places` in the table are of the rows that have room for draft tokens.
-        """
-        ...
-
-    def await_branches(self, table: BranchTable, known: Known) -> bool:
-        """Write what comes; return True once no missing draft is worth waiting for.
-
-        False if `known` says first that the host can read how the step ended.
-        """
-        ...
-
-    def add_branches(self, table: BranchTable, known: Known) -> None:
-        """Write what else comes until it is `known` how the step ended."""
-
-    def commit(self, output: StepOutput) -> None:
-        """Commit what a step emitted, after which the device has chosen the next drafts."""
-
-    def chosen(self, lengths: dict[str, int]) -> None:
-        """Note how many draft tokens the device has chosen for each row."""
-
-    def next_drafts(self, output: StepOutput | None, names: Sequence[str]) -> list[list[int]]:
-        """Commit what a step emitted, and return drafts for rows of the next one that have room."""
-        ...
-
-    def begin(self, plan: StepPlan, began: float | None = None) -> None:
-        """Note a step while it runs, and when it began."""
-
-    def launched(self) -> None:
-        """Keep the books of the step before, while one runs."""
-
-    def sampled(
-        self, names: Sequence[str], emitting: Collection[int], tokens: Callable[[], Tensor]
-    ) -> None:
-        """Launch what follows on the device from what a step emits.
-
-        `names` are its rows; those at the `emitting` places emit `tokens`, int [rows, 1 + width]:
-        drafts accepted, and then the target's choices.
-        """
-
-    def undrafted(self, names: Sequence[str]) -> frozenset[str]:
-        """Return the rows that need no room for draft tokens in steps to come."""
-        ...
-
-
-class Chooser(IntEnum):
-    """Who chooses the draft tokens of a step."""
-
-    HOST = 0  # once it has read what the step before emits
-    LOOP = 1  # of a proposer in the worker, which the device runs behind the step before
-    BRANCHES = 2  # the device, by what the step before emits
-    NOBODY = 3  # no row has room for any
-
-
-class _Launched(NamedTuple):
-    """A step whose tokens the device has chosen, or will choose."""
-
-    names: list[str]  # by row
-    token_ids: Tensor  # [rows, 1 or 1 + K], on the host once `copied` has happened
-    copied: Any  # the event
-    within_prompt: frozenset[int]  # rows that emit nothing
-    outcomes: Tensor  # of the rows, on the device
 
 
 class StepsAhead:
@@ -138,25 +44,22 @@ class StepsAhead:
     ) -> None:
         """Replace methods of a runner that schedules ahead."""
         self._runner, self._side = runner, side
-        self._last: _Launched | None = None
-        self._table = BranchTable(max_num_seqs, num_draft_tokens, runner.device)
+        self._last: LaunchedStep | None = None
         self._room: dict[str, int] = {}  # for draft tokens, by row of the step
         self._draftable = False  # the rows may have drafts
-        self._chooser = Chooser.HOST
-        self._given: Any = None  # `PlacedDrafts` that the device chooses
+        self._choice = DeviceChoice(side, max_num_seqs, num_draft_tokens, runner.device)
         self._plan: Any = None  # vLLM's `SchedulerOutput` of the step
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
         self._places: Any = None  # of these among the step's tokens: int64 [draft tokens]
         self._placed: tuple[list[str], list[list[int]]] = ([], [])
-        """Rows of the step, and their draft tokens with `_NONE` for each that lacks."""
+        """Rows of the step, and their draft tokens with `NONE` for each that lacks."""
         self._outcomes: Any = None  # of the rows of the step that is sampled
         self._emitted: Any = None  # of the same: how many tokens, and which
         self._began_at = 0.0
         pinned = runner.device.type == "cuda"  # then the device copies from it by itself
         most = max_num_seqs * num_draft_tokens
         self._on_host = torch.empty(most, dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self._chosen = HostCopy(most, runner.device)  # what the device chose
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         self._preprocess, self._forward = runner._preprocess, runner._model_forward
         self._keep_books = runner._bookkeeping_sync
@@ -198,8 +101,8 @@ class StepsAhead:
             scheduler_output.has_structured_output_requests
             and not scheduler_output.pending_structured_output_tokens
         )
-        self._draftable, self._given = any(room) and not unchecked, None
-        self._chooser = self._find_chooser()
+        self._draftable = any(room) and not unchecked
+        self._let_device_choose()
         if self._embeds_drafts:
             self._decide()
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
@@ -209,82 +112,33 @@ class StepsAhead:
     def _embeds_drafts(self) -> bool:
         return bool(self._runner.supports_mm_inputs or self._runner.enable_prompt_embeds)
 
-    def _is_known(self) -> bool:
-        """Tell whether the host can read how the step before ended."""
-        return self._last is None or self._last.copied.query()
-
-    def _find_chooser(self) -> Chooser:
-        """Decide who is to choose the drafts, and place what a device will choose.
-
-        The first rank decides this, and all of them verify what its device chooses.
-        """
+    def _let_device_choose(self) -> None:
+        """Place what the device will choose, if it can."""
         if self._last is None or self._draftable != any(self._room.values()):
-            return Chooser.HOST
-        if not self._draftable:
-            self._side.begin_prompts(self._room)
-            return Chooser.NOBODY
-        chooser, given = self._launch_choice()
-        chooser = Chooser(self._side.agreed(chooser))
-        if chooser is Chooser.HOST:
-            return chooser
-        if chooser is Chooser.LOOP:
-            self._side.begin_prompts(self._room)
-        self._given = self._empty(chooser) if given is None else given
-        self._side.share(self._given.tokens)
-        if self._host_reads_drafts:
-            self._chosen.begin(self._given.tokens)
-        self._place(self._given.tokens, complete=False)
-        return chooser
-
-    def _empty(self, chooser: Chooser) -> PlacedDrafts:
-        """Return a place for the first rank's drafts, which only that rank counts."""
-        number = sum(self._room.values())
-        tokens = torch.empty(number, dtype=torch.int32, device=self._runner.device)
-        return PlacedDrafts(tokens, None if chooser is Chooser.BRANCHES else [0] * len(self._room))
-
-    @property
-    def _host_reads_drafts(self) -> bool:
-        """Tell whether the host does not know what the device chooses, and needs to."""
-        texts = self._runner.input_batch.sampling_metadata.output_token_ids  # with penalties
-        by_text = bool(texts) or self._plan.has_structured_output_requests
-        return self._given is not None and (by_text or self._given.lengths is None)
-
-    def _launch_choice(self) -> tuple[Chooser, PlacedDrafts | None]:
-        """Return who is to choose the drafts, and what a device chooses."""
-        assert self._last is not None
-        if (made := self._side.drafts_behind(self._room)) is not None:
-            return Chooser.LOOP, made
-        if self._is_known():
-            return Chooser.HOST, None
-        self._table.clear(len(self._room))
-        places = {name: row for row, (name, room) in enumerate(self._room.items()) if room}
-        if not self._side.write_branches(places, self._table):
-            return Chooser.HOST, None
-        rows = {name: row for row, name in enumerate(self._last.names)}
-        # Of what did not run there is no branch.
-        sources = [rows.get(name, 0) for name in self._room]
-        chosen = self._table.choose(self._last.outcomes, sources, [*self._room.values()])
-        return Chooser.BRANCHES, PlacedDrafts(chosen)
+            self._choice.leave_to_host()
+            return
+        # Penalties and grammars look at drafts.
+        texts = self._runner.input_batch.sampling_metadata.output_token_ids
+        host_reads = bool(texts) or self._plan.has_structured_output_requests
+        tokens = self._choice.launch(self._room, self._last, host_reads=host_reads)
+        if tokens is not None:
+            self._place(tokens, complete=False)
 
     def _decide(self) -> None:
-        """Decide who chooses the drafts; if it is the host, read how the step before ended."""
-        if self._chooser is Chooser.BRANCHES:
-            come = self._side.await_branches(self._table, self._is_known)
-            if not self._side.agreed(come):
-                self._chooser = Chooser.HOST
-        if self._chooser is not Chooser.HOST:
+        """Let the host choose if the device does not: read how the step before ended."""
+        if self._choice.stands():
             return
         names = [name for name, n in self._room.items() if n and self._draftable]
         given = dict(zip(names, self._side.next_drafts(self._read(), names), strict=True))
         found = [(given.get(name, [])[:n], n) for name, n in self._room.items()]
-        drafts = [draft + [_NONE] * (n - len(draft)) for draft, n in found]
+        drafts = [draft + [NONE] * (n - len(draft)) for draft, n in found]
         self._placed = list(self._room), drafts
         if any(self._room.values()):
             tokens = [*chain.from_iterable(drafts)]
             # The device may copy from host memory later, but before the result of this step, which
             # is read before the next such copy.
             self._on_host.numpy()[: len(tokens)] = tokens
-            self._place(self._on_host[: len(tokens)], complete=_NONE not in tokens)
+            self._place(self._on_host[: len(tokens)], complete=NONE not in tokens)
         self._began_at = time.perf_counter()
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -292,27 +146,15 @@ class StepsAhead:
         if not self._embeds_drafts:
             self._decide()
         output = self._forward(*args, **kwargs)
-        chooser, self._chooser = self._chooser, Chooser.HOST
-        if chooser is not Chooser.HOST:
-            if chooser is Chooser.BRANCHES:
-                self._side.add_branches(self._table, self._is_known)
+        choice = self._choice
+        if choice.chooser is not Chooser.HOST:
+            choice.take_branches()
             self._began_at = time.perf_counter()  # the device has begun
             if (last := self._read()) is not None:
                 self._side.commit(last)
-            self._take_chosen()
+            self._placed = list(self._room), choice.take()
+            choice.leave_to_host()
         return output
-
-    def _take_chosen(self) -> None:
-        """Take down the drafts that the device chooses, as far as the host needs them."""
-        rooms = self._room.values()
-        drafts: list[list[int]] = [[] for _ in rooms]
-        lengths = [0] * len(drafts) if self._given is None else self._given.lengths
-        if self._host_reads_drafts:
-            tokens = iter(self._chosen.wait())
-            drafts = [[*islice(tokens, room)] for room in rooms]
-            lengths = [len(draft) - draft.count(_NONE) for draft in drafts]
-        self._placed = list(self._room), drafts
-        self._side.chosen(dict(zip(self._room, lengths, strict=True)))
 
     def _place(self, tokens: Tensor, *, complete: bool) -> None:
         """Write draft tokens of all rows to what is verified, and to the model's input.
@@ -340,8 +182,8 @@ class StepsAhead:
             token_ids = last.token_ids.tolist()
             for row, name, state in zip(rows, names, states, strict=True):
                 tokens = [] if row in last.within_prompt else token_ids[row]
-                if _NONE in tokens:
-                    tokens = tokens[: tokens.index(_NONE)]
+                if NONE in tokens:
+                    tokens = tokens[: tokens.index(NONE)]
                 length = self._lengths[name]
                 if tokens and name not in replaced:
                     state.output_token_ids[length - state.num_prompt_tokens :] = tokens
@@ -387,7 +229,7 @@ class StepsAhead:
             names = list(output._model_runner_output.req_ids)
             within_prompt = frozenset(output._invalid_req_indices)
             copied = output.async_copy_ready_event
-            self._last = _Launched(names, token_ids, copied, within_prompt, self._outcomes)
+            self._last = LaunchedStep(names, token_ids, copied, within_prompt, self._outcomes)
             emitting = [row for row in range(len(names)) if row not in within_prompt]
             self._side.sampled(names, emitting, self._verify_output)
             leave_undrafted(output._model_runner_output, self._side.undrafted(names))
@@ -400,7 +242,7 @@ class StepsAhead:
     def _take_drafts(self) -> Any:
         """Return the drafts in the step, for the grammars to check; vLLM may change them."""
         names, padded = self._placed
-        drafts = [[token for token in draft if token != _NONE] for draft in padded]
+        drafts = [[token for token in draft if token != NONE] for draft in padded]
         return draft_token_ids(names, drafts) if names else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.vllm.ahead.steps import Chooser, StepsAhead
+from outrider.vllm.ahead.device_choice import DeviceChoice
 from outrider.vllm.worker import CPUWorker
 from tests.support.services.vllm_ahead import CAPTURED, LATE, Done, let_events_be
 
@@ -27,14 +27,14 @@ class CountingRank(CPUWorker):  # type: ignore[misc,valid-type]
         Done.late = int(os.environ[LATE])
         if os.environ.get(CAPTURED):
             self._kept.enter_context(captured_loops(patch))
-        find_chooser = StepsAhead._find_chooser
+        launch = DeviceChoice.launch
 
-        def found(steps: StepsAhead) -> Chooser:
-            chooser = find_chooser(steps)
-            self._choosers[chooser.name] += 1
-            return chooser
+        def counted(choice: DeviceChoice, *args: Any, **kwargs: Any) -> Any:
+            tokens = launch(choice, *args, **kwargs)
+            self._choosers[choice.chooser.name] += 1
+            return tokens
 
-        patch.setattr(StepsAhead, "_find_chooser", found)
+        patch.setattr(DeviceChoice, "launch", counted)
         super().load_model(*args, **kwargs)
 
     def take_choosers(self) -> dict[str, int]:

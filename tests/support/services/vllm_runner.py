@@ -13,8 +13,9 @@ from torch import Tensor
 
 from outrider.vllm.adapter import StepOutput, StepPlan, undrafted_in
 from outrider.vllm.ahead.branch_table import BranchTable
+from outrider.vllm.ahead.draft_side import DraftSide, Known
 from outrider.vllm.ahead.placed_drafts import PlacedDrafts
-from outrider.vllm.ahead.steps import DraftSide, Known, StepsAhead
+from outrider.vllm.ahead.steps import StepsAhead
 from tests.support.services.vllm_steps import K, new_request, truth
 
 
