@@ -10,11 +10,13 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from outrider.errors import ConfigError
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,37 +284,15 @@ def tensor_parallel_rank() -> int:
     return int(get_tp_group().rank_in_group)
 
 
-def shared_drafts(drafts: list[list[int]], num_rows: int, most: int) -> list[list[int]]:
-    """Return the drafts of tensor-parallel rank 0 on every rank, through the ranks' CPU group.
+def agreed(value: Value) -> Value:
+    """Return what tensor-parallel rank 0 gives, on every rank: all of them call it in one order.
 
     Ranks that verified different drafts would go on with different texts.
     """
     from vllm.distributed.parallel_state import get_tp_group
 
-    group = get_tp_group()
-    if group.world_size == 1 or not num_rows:
-        return drafts
-    import torch
-
-    table = np.full((num_rows, most), -1, dtype=np.int64)
-    for row, draft in enumerate(drafts):
-        table[row, : len(draft)] = draft
-    torch.distributed.broadcast(torch.from_numpy(table), src=group.ranks[0], group=group.cpu_group)
-    return [[token for token in row if token >= 0] for row in table.tolist()]
-
-
-def agreed(choice: int) -> int:
-    """Return the choice of tensor-parallel rank 0 on every rank, through the ranks' CPU group."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    if group.world_size == 1:
-        return choice
-    import torch
-
-    table = torch.tensor([choice], device="cpu")
-    torch.distributed.broadcast(table, src=group.ranks[0], group=group.cpu_group)
-    return int(table.item())
+    given: Value = get_tp_group().broadcast_object(value)
+    return given
 
 
 def share(tokens: Any) -> None:

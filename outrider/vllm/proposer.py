@@ -188,7 +188,7 @@ class RemoteProposer:
             except Exception:
                 self._log_fault("drafts were not chosen")
                 drafts = [[]] * len(names)
-        return adapter.shared_drafts(drafts, len(names), self._served.num_speculative_tokens)
+        return adapter.agreed(drafts) if names else []
 
     # For steps that are scheduled ahead: see `outrider.vllm.ahead.draft_side`.
 

@@ -30,6 +30,7 @@ _PARAMETERS: Final = {
         *("self", "batch_update"),
     ),
     "vllm.distributed.parallel_state:get_tp_group": (),
+    "vllm.distributed.parallel_state:GroupCoordinator.broadcast_object": ("self", "obj"),
     # The engine of a scorer (async_llm.py):
     "vllm.v1.engine.async_llm:AsyncLLM.from_engine_args": (
         *("engine_args", "start_engine_loop", "usage_context", "stat_loggers"),

@@ -44,6 +44,7 @@ def test_ranks_that_schedule_ahead_emit_the_same_texts(
         **options,
     )
     KEPT.append(ours)
+    executor = ours.llm.llm_engine.engine_core.engine_core.model_executor
     remote = ours.proposer("--method", method, "--max-branches", "8")
     with contextlib.nullcontext() if chooser == "LOOP" else remote:
         ours.llm.collective_rpc("take_choosers")
@@ -51,5 +52,6 @@ def test_ranks_that_schedule_ahead_emit_the_same_texts(
             assert ours.texts(PROMPTS, **params) == engine.texts(PROMPTS, **params), kind
         assert ours.answers(PROMPTS, mixed()) == engine.answers(PROMPTS, mixed())
         first, other = ours.llm.collective_rpc("take_choosers")
+    executor.shutdown()  # else its ranks would look for work all the time
     assert first == other
     assert first[chooser] > sum(first.values()) / 2 > 40

@@ -2,8 +2,8 @@
 
     python -m tests.support.services.vllm_ranks RANK RANKS FILE
 
-The ranks meet at FILE and talk through gloo, as vLLM's do on their CPU group. Rank 0 hosts the
-draft side. Each prints the drafts of every step as JSON.
+The ranks meet at FILE and talk through gloo. Rank 0 hosts the draft side. Each prints the drafts of
+every step as JSON.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ async def main(rank: int, ranks: int, file: str) -> None:
         "gloo", init_method=f"file://{file}", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=60),
     )  # fmt: skip
-    group = SimpleNamespace(
-        world_size=ranks, rank_in_group=rank, ranks=[*range(ranks)], cpu_group=dist.group.WORLD
-    )
+
+    def broadcast_object(value: object) -> object:
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    group = SimpleNamespace(rank_in_group=rank, broadcast_object=broadcast_object)
     state: Any = ModuleType("vllm.distributed.parallel_state")
     state.get_tp_group = lambda: group
     for name in ("vllm", "vllm.distributed"):

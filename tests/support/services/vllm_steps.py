@@ -54,8 +54,7 @@ class VllmSteps(Listener):
         max_wait_s: float = MAX_WAIT_S,
         max_graph_rows: int = 0,
     ) -> None:
-        monkeypatch.setattr(adapter, "shared_drafts", lambda drafts, *_: drafts)
-        monkeypatch.setattr(adapter, "agreed", lambda choice: choice)
+        monkeypatch.setattr(adapter, "agreed", lambda value: value)
         monkeypatch.setattr(adapter, "share", lambda _: None)
         policy = LockstepFixedPolicy(K, max_wait_s=max_wait_s)
         self.host = DraftHost(K, CONTEXT, 8, policy=policy, max_graph_rows=max_graph_rows)
