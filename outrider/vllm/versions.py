@@ -181,7 +181,8 @@ AHEAD: Final = Names(
         "vllm.v1.worker.gpu_model_runner": (
             *("self.use_async_spec_decode", "self._draft_token_req_ids is not None"),
             *("self.input_ids =", "self.requests:", "_preprocess(\n", "self._model_forward("),
-            *("self.supports_mm_inputs =", "self.enable_prompt_embeds ="),
+            *("self.supports_mm_inputs =", "self.enable_prompt_embeds =", "self.is_token_ids ="),
+            "self.query_start_loc =",
             *("self.synchronize_input_prep(),", "self.prepare_inputs_event.synchronize()"),
             *("self.async_copy_ready_event =", "self.sampled_token_ids_cpu ="),
             *("self._invalid_req_indices =", "self._model_runner_output ="),
@@ -189,9 +190,8 @@ AHEAD: Final = Names(
         ),
         "vllm.v1.core.sched.scheduler": ("self.running:", "if request.spec_token_ids:"),
         "vllm.v1.worker.gpu_input_batch": (
-            "self.spec_token_ids",
-            "self.logitsprocs =",
-            "num_prompt_tokens",
+            *("self.spec_token_ids", "self.logitsprocs =", "self.num_prompt_tokens ="),
+            "self.num_computed_tokens_cpu =",
         ),
     },
 )

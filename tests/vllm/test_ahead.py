@@ -111,6 +111,14 @@ def test_steps_ahead_emit_the_texts_of_steps_one_after_the_other(
         assert accepted > (drafted / 5 if method == "draft_model" else 0)
 
 
+@pytest.mark.usefixtures("ahead")
+def test_model_that_is_given_embeddings_reads_each_token(engine: Engine) -> None:
+    ours = Engine(async_scheduling=True, enable_prompt_embeds=True, max_num_seqs=10)
+    KEPT.append(ours)
+    params = [{**GREEDY, "max_tokens": 4 + 7 * i % 60} for i in range(3 * len(PROMPTS))]
+    assert ours.answers(3 * PROMPTS, params) == engine.answers(3 * PROMPTS, params)
+
+
 def test_preempted_texts_go_on_ahead(
     ahead: Engine, plain: dict[str, Texts], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ import time
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,12 +106,26 @@ class StepsAhead:
         self._let_device_choose()
         if self._embeds_drafts:
             self._decide()
+        if runner.enable_prompt_embeds:
+            self._mark_tokens(len(names))
         runner._draft_token_req_ids = None  # vLLM would read drafts that it has not made
         return self._preprocess(scheduler_output, *args, **kwargs)
 
     @property
     def _embeds_drafts(self) -> bool:
         return bool(self._runner.supports_mm_inputs or self._runner.enable_prompt_embeds)
+
+    def _mark_tokens(self, num_rows: int) -> None:
+        """Have the model embed each token of rows that are through their prompts.
+
+        vLLM has marked as tokens what came behind the ends that texts seemed to have.
+        """
+        runner, batch = self._runner, self._runner.input_batch
+        firsts = runner.query_start_loc.np[: num_rows + 1]
+        written = batch.num_computed_tokens_cpu[:num_rows] >= batch.num_prompt_tokens[:num_rows]
+        count = int(firsts[-1])
+        runner.is_token_ids.np[:count] |= np.repeat(written, np.diff(firsts))
+        runner.is_token_ids.copy_to_gpu(count)
 
     def _let_device_choose(self) -> None:
         """Place what the device will choose, if it can."""

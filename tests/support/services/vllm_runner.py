@@ -31,11 +31,15 @@ class AheadRunner:
         self.input_batch = SimpleNamespace(
             req_ids=[],
             num_tokens_no_spec=np.zeros(8, np.int32),
+            num_computed_tokens_cpu=np.zeros(8, np.int32),
+            num_prompt_tokens=np.zeros(8, np.int32),
             sampling_metadata=SimpleNamespace(output_token_ids=[]),
             spec_token_ids=[[] for _ in range(8)],
             logitsprocs=SimpleNamespace(all=()),
         )
         self.input_ids = SimpleNamespace(gpu=torch.full((64,), -1, dtype=torch.int32))
+        self.query_start_loc = SimpleNamespace(np=np.zeros(9, np.int32))
+        self.is_token_ids = SimpleNamespace(np=np.zeros(64, bool), copy_to_gpu=self._copy_mask)
         self.told: list[StepOutput | None] = []
         self.counts: list[list[int]] = []  # emitted tokens that the device is told of
         self.verified: list[list[int]] = []  # draft tokens of each row, -1 for none
@@ -104,8 +108,22 @@ class AheadRunner:
                 self._calc_spec_decode_metadata(np.array(drafted), ends)
             else:  # for `sample_tokens` here; vLLM has none
                 AheadRunner._calc_spec_decode_metadata(self, np.array(drafted), ends)
+            self._fill_mask(plan, ends)
             self._preprocess(plan, int(ends[-1]))
             self._model_forward()
+
+    def _fill_mask(self, plan: Any, ends: Any) -> None:
+        """Say what is a token: what is behind a prompt is marked elsewhere, at worst."""
+        new, batch = {each.req_id for each in plan.scheduled_new_reqs}, self.input_batch
+        self.query_start_loc.np[1 : 1 + len(ends)] = ends
+        for row, (name, end) in enumerate(zip(batch.req_ids, ends, strict=True)):
+            batch.num_prompt_tokens[row] = self.requests[name].num_prompt_tokens
+            batch.num_computed_tokens_cpu[row] = batch.num_prompt_tokens[row] - (name in new)
+            self.is_token_ids.np[self.query_start_loc.np[row] : end] = name in new
+        self.mask = self.is_token_ids.np.copy()
+
+    def _copy_mask(self, count: int) -> None:
+        self.mask[:count] = self.is_token_ids.np[:count]
 
     def _model_forward(self) -> None:
         self.calls.append("runs")
@@ -114,7 +132,9 @@ class AheadRunner:
             self._take_inputs()
 
     def _take_inputs(self) -> None:
-        self._inputs = self.input_ids.gpu[: self._num_tokens].tolist()
+        ids = self.input_ids.gpu[: self._num_tokens].numpy()
+        read = self.mask[: self._num_tokens] if self.enable_prompt_embeds else True
+        self._inputs = np.where(read, ids, -9).tolist()
         self.input_ids.gpu.fill_(-1)  # as the next step's placeholders do
 
     def _calc_spec_decode_metadata(self, drafted: Any, ends: Any) -> Any:
