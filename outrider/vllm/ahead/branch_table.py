@@ -33,17 +33,12 @@ class BranchTable:
 
     def __init__(self, max_rows: int, num_draft_tokens: int, device: torch.device) -> None:
         pinned = device.type == "cuda"  # then the device copies from it by itself
-        size = -(-(2 + num_draft_tokens) // _LINE) * _LINE
-
-        def on_host(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.full(shape, -1, dtype=dtype, device="cpu", pin_memory=pinned)
-
+        shape = max_rows, _MOST, -(-(2 + num_draft_tokens) // _LINE) * _LINE
         self._k = num_draft_tokens
-        self._on_host = on_host(max_rows, _MOST, size, dtype=torch.int32)
+        self._on_host = torch.full(shape, -1, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._drafts = self._on_host.numpy()[..., 2 : 2 + self._k]
         self._outcomes = self._on_host.numpy().view(np.int64)[..., 0]
         self._on_device = torch.empty_like(self._on_host, device=device)
-        self._places = on_host(max_rows * (1 + self._k), dtype=torch.int64)
         self._slots: list[dict[int, int]] = []  # by row, of each outcome
 
     def clear(self, num_rows: int) -> None:
@@ -69,16 +64,16 @@ class BranchTable:
     def choose(self, ended: Tensor, sources: Sequence[int], room: Sequence[int]) -> Tensor:
         """Have the device choose drafts when the running step has ended.
 
-        Returns the draft tokens of all rows, -1 for each that lacks: int32 [sum of `room`].
-
         `ended` are its rows' outcomes, and `sources` which of them is each row's. A row has `room`
-        for so many draft tokens.
+        for so many draft tokens. Returns those of all rows, -1 for each that lacks:
+        int32 [sum of `room`].
         """
         num_rows = len(sources)
         in_rows = [np.arange(row * self._k, row * self._k + n) for row, n in enumerate(room)]
-        places = np.concatenate([np.asarray(sources), *in_rows])
-        self._places.numpy()[: len(places)] = places
-        placed = self._places[: len(places)].to(ended.device, non_blocking=True)
+        places = torch.from_numpy(np.concatenate([np.asarray(sources), *in_rows]))
+        if ended.device.type == "cuda":  # in memory that is not used again before it is copied
+            places = places.pin_memory()
+        placed = places.to(ended.device, non_blocking=True)
         table = self._on_device[:num_rows]
         table.copy_(self._on_host[:num_rows], non_blocking=True)
         fits = table.view(torch.int64)[..., 0] == ended[placed[:num_rows]][:, None]
