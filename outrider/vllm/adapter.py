@@ -34,7 +34,6 @@ class Served:
     max_num_seqs: int
     seed: int  # of requests without one
     replica: int  # the number of this one among data-parallel ones
-    num_ranks: int  # that share each layer
     flags: str
     """The plug-in's own flags: `--additional-config '{"outrider": "..."}'`."""
 
@@ -55,7 +54,6 @@ def read_config(config: Any) -> Served:
         max_num_seqs=config.scheduler_config.max_num_seqs,
         seed=model.seed or 0,
         replica=config.parallel_config.data_parallel_index,  # its rank is 0 in dense models
-        num_ranks=config.parallel_config.tensor_parallel_size,
         flags=str((config.additional_config or {}).get("outrider", "")),
     )
 
@@ -296,9 +294,9 @@ def agreed(value: Value) -> Value:
 
 
 def share(tokens: Any) -> None:
-    """Give every rank the values of tensor-parallel rank 0's tensor.
+    """Overwrite a tensor with tensor-parallel rank 0's on each rank: one shape and dtype on all.
 
-    The devices do so in order with their other work. No host waits.
+    GPUs do so in order with their other work, and no host waits.
     """
     from vllm.distributed.parallel_state import get_tp_group
 

@@ -275,10 +275,7 @@ class DraftHost(Inbox):
         return True
 
     def await_branches(self, table: BranchTable, known: Callable[[], bool]) -> bool:
-        """Write what comes; return True once no missing draft is worth waiting for.
-
-        False if `known` says first that the host can read how the running step ended.
-        """
+        """Write what comes, and wait for what is worth it; see `Branches.wait`."""
         return self._branches.wait(table, known, self._accounting.step.num_prefilling)
 
     def add_branches(self, table: BranchTable, known: Callable[[], bool]) -> None:

@@ -4,7 +4,8 @@
         "model": "outrider.vllm.proposer.RemoteProposer", "num_speculative_tokens": 4}'
 
 It lives in each worker process. Tensor-parallel rank 0 hosts the draft side and decides; the others
-get its decision. No fault in here reaches vLLM: a step without drafts is slower, and right.
+get its decision. No fault of the draft side reaches vLLM: a step without drafts is slower, and
+right.
 """
 
 from __future__ import annotations
@@ -174,26 +175,24 @@ class RemoteProposer:
     def next_drafts(
         self, output: adapter.StepOutput | None, names: Sequence[str]
     ) -> list[list[int]]:
-        """Commit what a step emitted, and return drafts for rows of the next one, on every rank."""
-        drafts: list[list[int]] = [[]] * len(names)
-        if self._host is not None:
-            try:
-                if output is not None:
-                    self._host.take_early()  # so that a draft is walked once
-                    self._host.commit(*output)
-                if names:
-                    drafts = self._host.choose_drafts(names)
-                else:
-                    self._host.tell()
-            except Exception:
-                self._log_fault("drafts were not chosen")
-                drafts = [[]] * len(names)
+        """Commit what a step emitted; return rank 0's drafts for the next one, on each rank."""
+
+        def choose(host: DraftHost) -> list[list[int]]:
+            if output is not None:
+                host.take_early()  # so that a draft is walked once
+                host.commit(*output)
+            if names:
+                return host.choose_drafts(names)
+            host.tell()
+            return []
+
+        drafts = self._tend("drafts were not chosen", choose) or [[]] * len(names)
         return adapter.agreed(drafts) if names else []
 
     # For steps that are scheduled ahead: see `outrider.vllm.ahead.draft_side`.
 
-    def agreed(self, choice: int) -> int:
-        return adapter.agreed(choice)
+    def agreed(self, value: int) -> int:
+        return adapter.agreed(value)
 
     def share(self, tokens: Tensor) -> None:
         adapter.share(tokens)

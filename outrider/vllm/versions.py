@@ -74,7 +74,7 @@ _FIELDS: Final = {
     "vllm.config:ModelConfig": (
         *("model", "tokenizer", "served_model_name", "max_model_len", "seed", "logprobs_mode"),
     ),
-    "vllm.config:ParallelConfig": ("data_parallel_index", "tensor_parallel_size"),
+    "vllm.config:ParallelConfig": ("data_parallel_index",),
     "vllm.sampling_params:SamplingParams": (
         *("temperature", "top_k", "top_p", "seed", "max_tokens", "ignore_eos", "extra_args"),
         *(

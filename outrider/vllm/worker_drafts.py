@@ -23,7 +23,7 @@ class WorkerDrafts:
     ) -> None:
         """Take a proposer, and the engine as it sees it."""
         self._proposer, self._engine, self._tracker = proposer, engine, tracker
-        self._launched: DeviceDrafts | None = None
+        self._behind: DeviceDrafts | None = None
 
     def grew(self, rows: Sequence[HostedRow]) -> None:
         """Note rows that emitted tokens, of which the proposer hears before it drafts."""
@@ -33,9 +33,9 @@ class WorkerDrafts:
         self._engine.grew(rows)
 
     def draft(self, rows: Sequence[HostedRow], *, placed: bool = False) -> None:
-        """Let the proposer draft for the next step, or for the one after it.
+        """Let the proposer draft for the next step. Rows without a draft then wait for none.
 
-        That is if the next one has `placed` drafts. Rows without a draft then wait for none.
+        With `placed`, the next step has drafts already, and these are for the one after it.
         """
         self._engine.placed = placed
         try:
@@ -52,7 +52,7 @@ class WorkerDrafts:
 
     def forget(self) -> None:
         """Forget what was launched behind the step before."""
-        self._launched = None
+        self._behind = None
 
     def launch(self, rows: Sequence[VerifyingRow], tokens: Callable[[], Tensor]) -> None:
         """Let the proposer launch drafts behind the running step.
@@ -66,16 +66,17 @@ class WorkerDrafts:
         finally:
             self._engine.verify_output = None
         if rows:
-            self._launched = self._proposer.launched_drafts
+            self._behind = self._proposer.launched_drafts
 
     def place(self, rooms: Mapping[str, int], rows: Mapping[str, HostedRow]) -> PlacedDrafts | None:
         """Return what was launched, for the rows of the next step; None if the host is to choose.
 
         `rooms` are these, each with its room for draft tokens, and `rows` all requests. A row of
         the proposer may have none: of one whose prompt has just ended it makes the first draft
-        behind the next step. None, too, for trees, or if a row of another proposer wants a draft.
+        behind the next step. None, too, for trees, if a row of another proposer wants a draft, or
+        if no row has one.
         """
-        if (drafts := self._launched) is None or drafts.nodes.parents is not None:
+        if (drafts := self._behind) is None or drafts.nodes.parents is not None:
             return None
         sources: list[int] = []
         lengths: list[int] = []

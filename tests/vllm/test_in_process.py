@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from outrider.drafting.building import heads
-from outrider.drafting.building.loops import loop_shapes, recurrent_shapes
-from outrider.drafting.graphs.loops import CapturedLoops, DraftSampler, LoopCapture
 from outrider.drafting.hidden_states.cached_proposer import CachedHeadProposer
 from outrider.errors import ConfigError
-from outrider.vllm.ahead.device_choice import Chooser, DeviceChoice
 from outrider.vllm.draft_host import DraftHost
 from outrider.vllm.waiting import LockstepFixedPolicy
-from tests.support.models.by_tensors import by_tensors
-from tests.support.models.recordable import rerun
 from tests.support.services.vllm_ahead import let_cpu_schedule_ahead
+from tests.support.services.vllm_loops import capture_loops
 from tests.vllm.conftest import Engine
 from tests.vllm.test_ahead import LONG, mixed
 from tests.vllm.test_hidden_states import config_of
@@ -50,45 +43,6 @@ def drafting(engine: Engine) -> Iterator[Start]:  # noqa: ARG001
             return ours
 
         yield start
-
-
-@contextlib.contextmanager
-def captured_loops(patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Let methods capture loops as on a GPU; yields how many are launched behind a step."""
-    # Imported once vLLM has looked for its kernels in all modules.
-    from outrider.drafting.building import draft_model
-    from outrider.drafting.draft_model.loops import DraftModelLoops
-
-    def of_head(*_: Any) -> Any:
-        shapes = recurrent_shapes(max_rows=16, max_draft_tokens=4)
-        return contextlib.nullcontext(LoopCapture(shapes, rerun, DraftSampler()))
-
-    counts: Counter[str] = Counter()
-    launch, choose = CapturedLoops.launch_after_verify, DeviceChoice.launch
-
-    def counted(*args: Any) -> Any:
-        loop = launch(*args)
-        counts["behind"] += loop is not None
-        return loop
-
-    def chosen(choice: DeviceChoice, *args: Any, **kwargs: Any) -> Any:
-        tokens = choose(choice, *args, **kwargs)
-        counts["placed"] += choice.chooser is Chooser.LOOP
-        return tokens
-
-    class CapturedChains:
-        @staticmethod
-        def of(model: Any) -> DraftModelLoops:
-            model._backend = by_tensors
-            shapes = loop_shapes(max_sessions=16, max_draft_tokens=4, max_branches=0)
-            return DraftModelLoops(model, LoopCapture(shapes, rerun, DraftSampler()))
-
-    patch.setattr(DeviceChoice, "launch", chosen)
-    patch.setattr(draft_model, "LlamaChains", CapturedChains)
-    patch.setattr(heads, "_cached_capture", of_head)
-    patch.setattr(heads, "choose_backend", lambda *_: by_tensors)
-    patch.setattr(CapturedLoops, "launch_after_verify", counted)
-    yield counts
 
 
 def check_texts(ours: Engine, engine: Engine, *, often: bool = True) -> None:
@@ -136,15 +90,16 @@ def test_head_in_its_worker_keeps_texts_through_preemption_and_failures(
 def test_steps_begin_with_drafts_that_were_made_behind_the_last(
     method: str, engine: Engine, drafting: Start
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch, captured_loops(patch) as counts:
+    with pytest.MonkeyPatch.context() as patch:
+        counts = capture_loops(patch)
         ours = drafting(method, async_scheduling=True, max_num_seqs=6)  # requests come and go
         check_texts(ours, engine)
         steps = counts["behind"]
-        assert steps >= counts["placed"] > steps / 2 > 50
+        assert steps >= counts["LOOP"] > steps / 2 > 50
         expected = engine.answers(PROMPTS, mixed())
         counts.clear()
         assert ours.answers(PROMPTS, mixed()) == expected
-    assert counts["placed"] > counts["behind"] / 2 > 10, "beside grammars and penalties"
+    assert counts["LOOP"] > counts["behind"] / 2 > 10, "beside grammars and penalties"
 
 
 def test_texts_are_the_same_whatever_rows_have_no_drafts(engine: Engine, drafting: Start) -> None:
@@ -154,13 +109,14 @@ def test_texts_are_the_same_whatever_rows_have_no_drafts(engine: Engine, draftin
         share = chance.choice([0.0, 0.5, 1.0])
         return frozenset([name for name in names if chance.random() < share])
 
-    with pytest.MonkeyPatch.context() as patch, captured_loops(patch) as counts:
+    with pytest.MonkeyPatch.context() as patch:
+        counts = capture_loops(patch)
         patch.setattr(DraftHost, "undrafted", at_random)
         ours = drafting("eagle3", async_scheduling=True, block_size=32, num_gpu_blocks_override=64)
         check_texts(ours, engine)
         for params in (LONG, PENALIZED):
             assert ours.texts(PROMPTS, **params) == engine.texts(PROMPTS, **params)
-    assert counts["placed"] > 50
+    assert counts["LOOP"] > 50
 
 
 def test_steps_have_no_room_for_drafts_that_the_policy_does_not_want(
@@ -175,14 +131,14 @@ def test_steps_have_no_room_for_drafts_that_the_policy_does_not_want(
 
     expected = engine.texts(PROMPTS, **LONG)
     monkeypatch.setattr(DraftHost, "begin_step", noted)
-    with captured_loops(monkeypatch):
-        ours = drafting("eagle3", async_scheduling=True)
-        assert ours.texts(PROMPTS, **LONG) == expected
-        assert sizes.count(4) > 0.8 * len(sizes)
-        sizes.clear()
-        monkeypatch.setattr(LockstepFixedPolicy, "drafting", False)
-        monkeypatch.setattr(LockstepFixedPolicy, "choose_counts", lambda _, rows: [0] * len(rows))
-        assert ours.texts(PROMPTS, **LONG) == expected
+    capture_loops(monkeypatch)
+    ours = drafting("eagle3", async_scheduling=True)
+    assert ours.texts(PROMPTS, **LONG) == expected
+    assert sizes.count(4) > 0.8 * len(sizes)
+    sizes.clear()
+    monkeypatch.setattr(LockstepFixedPolicy, "drafting", False)
+    monkeypatch.setattr(LockstepFixedPolicy, "choose_counts", lambda _, rows: [0] * len(rows))
+    assert ours.texts(PROMPTS, **LONG) == expected
     assert sizes.count(0) > 0.9 * len(sizes)
 
 

@@ -38,7 +38,7 @@ def test_ranks_that_schedule_ahead_emit_the_same_texts(
         monkeypatch.setenv(CAPTURED, "1")
         options = {"additional_config": {"outrider": FLAGS.format(method)}}
     ours = Engine(
-        worker_cls="tests.support.services.vllm_rank.CountingRank",
+        worker_cls="tests.support.services.counting_rank.CountingRank",
         tensor_parallel_size=2,
         async_scheduling=True,
         **options,
@@ -46,12 +46,14 @@ def test_ranks_that_schedule_ahead_emit_the_same_texts(
     KEPT.append(ours)
     executor = ours.llm.llm_engine.engine_core.engine_core.model_executor
     remote = ours.proposer("--method", method, "--max-branches", "8")
-    with contextlib.nullcontext() if chooser == "LOOP" else remote:
-        ours.llm.collective_rpc("take_choosers")
-        for kind, params in KINDS.items():
-            assert ours.texts(PROMPTS, **params) == engine.texts(PROMPTS, **params), kind
-        assert ours.answers(PROMPTS, mixed()) == engine.answers(PROMPTS, mixed())
-        first, other = ours.llm.collective_rpc("take_choosers")
-    executor.shutdown()  # else its ranks would look for work all the time
+    try:
+        with contextlib.nullcontext() if chooser == "LOOP" else remote:
+            ours.llm.collective_rpc("take_choosers")
+            for kind, params in KINDS.items():
+                assert ours.texts(PROMPTS, **params) == engine.texts(PROMPTS, **params), kind
+            assert ours.answers(PROMPTS, mixed()) == engine.answers(PROMPTS, mixed())
+            first, other = ours.llm.collective_rpc("take_choosers")
+    finally:
+        executor.shutdown()  # else its ranks would look for work all the time
     assert first == other
     assert first[chooser] > sum(first.values()) / 2 > 40

@@ -42,7 +42,7 @@ class BranchTable:
         self._slots: list[dict[int, int]] = []  # by row, of each outcome
 
     def clear(self, num_rows: int) -> None:
-        """Begin a table of so many rows; the device has copied the last one."""
+        """Begin a table of so many rows. What is still chosen from the last one is of no use."""
         self._slots = [{} for _ in range(num_rows)]
         self._outcomes[:num_rows] = _NO_OUTCOME
 
@@ -61,23 +61,23 @@ class BranchTable:
     def has_branches(self, row: int) -> bool:
         return bool(self._slots[row])
 
-    def choose(self, ended: Tensor, sources: Sequence[int], room: Sequence[int]) -> Tensor:
+    def choose(self, ended: Tensor, sources: Sequence[int], rooms: Sequence[int]) -> Tensor:
         """Have the device choose drafts when the running step has ended.
 
-        `ended` are its rows' outcomes, and `sources` which of them is each row's. A row has `room`
-        for so many draft tokens. Returns those of all rows, -1 for each that lacks:
-        int32 [sum of `room`].
+        `ended`, int64 [its rows], are their outcomes. `sources` are for each row of the next step
+        its place in `ended`, and `rooms` how many draft tokens it may have. Returns int32 [sum of
+        `rooms`], the rows one after the other, -1 for each token that a row lacks.
         """
         num_rows = len(sources)
-        in_rows = [np.arange(row * self._k, row * self._k + n) for row, n in enumerate(room)]
-        places = torch.from_numpy(np.concatenate([np.asarray(sources), *in_rows]))
+        in_rows = [np.arange(row * self._k, row * self._k + n) for row, n in enumerate(rooms)]
+        index = torch.from_numpy(np.concatenate([np.asarray(sources), *in_rows]))
         if ended.device.type == "cuda":  # in memory that is not used again before it is copied
-            places = places.pin_memory()
-        placed = places.to(ended.device, non_blocking=True)
+            index = index.pin_memory()
+        index = index.to(ended.device, non_blocking=True)
         table = self._on_device[:num_rows]
         table.copy_(self._on_host[:num_rows], non_blocking=True)
-        fits = table.view(torch.int64)[..., 0] == ended[placed[:num_rows]][:, None]
+        fits = table.view(torch.int64)[..., 0] == ended[index[:num_rows]][:, None]
         found, slots = fits.int().max(dim=1)
         drafts = torch.take_along_dim(table, slots[:, None, None], dim=1)[:, 0, 2 : 2 + self._k]
         drafts = torch.where(found.bool()[:, None], drafts, -1)
-        return drafts.flatten()[placed[num_rows:]]
+        return drafts.flatten()[index[num_rows:]]

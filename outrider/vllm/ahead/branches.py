@@ -35,7 +35,8 @@ class Branches:
     def wait(self, table: BranchTable, known: Callable[[], bool], num_prefilling: int) -> bool:
         """Write what comes; return True once no missing draft is worth waiting for.
 
-        False if `known` says first that the host can read how the running step ended.
+        False if `known` says first that the host can read how the running step ended, or if all
+        missing drafts are made on demand: these come after it.
         """
         late = self._worth_waiting(table, num_prefilling)
         while any(row.drafting.runs_ahead for row in late):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.vllm.ahead.branch_table import BranchTable
-from outrider.vllm.ahead.draft_side import DraftSide
+from outrider.vllm.ahead.draft_side import DraftSide, Known
 from outrider.vllm.ahead.host_copy import HostCopy
 from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 
@@ -41,19 +41,19 @@ class LaunchedStep(NamedTuple):
 class DeviceChoice:
     """Finds who chooses, step by step, and follows what the device chooses.
 
-    The first tensor-parallel rank decides, and all of them verify what its device chooses.
+    With tensor parallelism rank 0 decides, and all ranks verify what its device chooses.
     """
 
     def __init__(
         self, side: DraftSide, max_num_seqs: int, num_draft_tokens: int, device: torch.device
     ) -> None:
-        """Have room for the draft tokens of so many rows."""
+        """Hold the draft tokens of at most so many rows."""
         self._side, self._device = side, device
         self._table = BranchTable(max_num_seqs, num_draft_tokens, device)
-        self._on_host = HostCopy(max_num_seqs * num_draft_tokens, device)
-        self._room: Mapping[str, int] = {}  # for draft tokens, by row of the step
-        self._last: LaunchedStep | None = None
-        self._lengths: Sequence[int] | None = None  # of the rows' drafts; None: the host reads them
+        self._copy = HostCopy(max_num_seqs * num_draft_tokens, device)
+        self._rooms: Mapping[str, int] = {}  # for draft tokens, by row of the step
+        self._is_known: Known = lambda: True  # how the last step ended
+        self._draft_lengths: Sequence[int] | None = None  # of the rows; None: the host reads drafts
         self.chooser = Chooser.HOST
 
     def leave_to_host(self) -> None:
@@ -61,79 +61,77 @@ class DeviceChoice:
         self.chooser = Chooser.HOST
 
     def launch(
-        self, room: Mapping[str, int], last: LaunchedStep, *, host_reads: bool
+        self, rooms: Mapping[str, int], last: LaunchedStep, *, host_reads: bool
     ) -> Tensor | None:
         """Have the device choose once the `last` step has ended, if it can.
 
-        `room` are the rows of the step, each with its room for draft tokens. With `host_reads` the
-        host needs these before tokens are chosen. Returns int32 [room of all rows], -1 for each
-        that a row lacks; None if the device does not choose.
+        `rooms` are the rows of the step, each with its room for draft tokens. With `host_reads`,
+        penalties or grammars read draft tokens on the host before tokens are chosen. Returns int32
+        [sum of `rooms`], -1 for each that a row lacks; None if the device does not choose.
         """
-        self._room, self._last = room, last
-        if not any(room.values()):
-            self.chooser, self._lengths = Chooser.NOBODY, [0] * len(room)
-            self._side.begin_prompts(room)
+        self._rooms, self._is_known = rooms, last.copied.query
+        if not any(rooms.values()):
+            self.chooser, self._draft_lengths = Chooser.NOBODY, [0] * len(rooms)
+            self._side.begin_prompts(rooms)
             return None
         chooser, drafts = self._find(last)
         self.chooser = Chooser(self._side.agreed(chooser))
         if self.chooser is Chooser.HOST:
             return None
         if self.chooser is Chooser.LOOP:
-            self._side.begin_prompts(room)
-        if drafts is None:  # a place for those of the first rank, which alone counts them
-            tokens = torch.empty(sum(room.values()), dtype=torch.int32, device=self._device)
-            drafts = PlacedDrafts(tokens, [0] * len(room))
+            self._side.begin_prompts(rooms)
+        if drafts is None:  # memory for those of rank 0, which alone counts them
+            tokens = torch.empty(sum(rooms.values()), dtype=torch.int32, device=self._device)
+            drafts = PlacedDrafts(tokens, [0] * len(rooms))
         self._side.share(drafts.tokens)
-        reads = host_reads or self.chooser is Chooser.BRANCHES
-        self._lengths = None if reads else drafts.lengths
-        if reads:
-            self._on_host.begin(drafts.tokens)
+        self._draft_lengths = None if host_reads else drafts.lengths
+        if self._draft_lengths is None:
+            self._copy.begin(drafts.tokens)
         return drafts.tokens
 
     def _find(self, last: LaunchedStep) -> tuple[Chooser, PlacedDrafts | None]:
-        """Return who can choose and, of the device, what."""
-        if (made := self._side.drafts_behind(self._room)) is not None:
+        """Return who chooses on this rank, and the drafts if it is the device."""
+        rooms = self._rooms
+        if (made := self._side.drafts_behind(rooms)) is not None:
             return Chooser.LOOP, made
-        if last.copied.query():
+        if self._is_known():
             return Chooser.HOST, None
-        self._table.clear(len(self._room))
-        places = {name: row for row, (name, room) in enumerate(self._room.items()) if room}
+        self._table.clear(len(rooms))
+        places = {name: row for row, (name, room) in enumerate(rooms.items()) if room}
         if not self._side.write_branches(places, self._table):
             return Chooser.HOST, None
         rows = {name: row for row, name in enumerate(last.names)}
         # Of what did not run there is no branch.
-        sources = [rows.get(name, 0) for name in self._room]
-        chosen = self._table.choose(last.outcomes, sources, [*self._room.values()])
+        sources = [rows.get(name, 0) for name in rooms]
+        chosen = self._table.choose(last.outcomes, sources, [*rooms.values()])
         return Chooser.BRANCHES, PlacedDrafts(chosen)
 
-    def stands(self) -> bool:
-        """Wait for branches that are worth it, and tell whether the host need not choose."""
+    def settle(self) -> bool:
+        """Wait for branches that are worth it; return whether the host need not choose.
+
+        All ranks call it.
+        """
         if self.chooser is Chooser.BRANCHES:
             come = self._side.await_branches(self._table, self._is_known)
             if not self._side.agreed(come):
                 self.chooser = Chooser.HOST
         return self.chooser is not Chooser.HOST
 
-    def take_branches(self) -> None:
+    def add_branches(self) -> None:
         """Write the branches that come until the device chooses, once the step is launched."""
         if self.chooser is Chooser.BRANCHES:
             self._side.add_branches(self._table, self._is_known)
 
     def take(self) -> list[list[int]]:
-        """Tell the drafting side how long the rows' drafts are.
+        """Return the rows' drafts, `NONE` for each token that lacks, and note their lengths.
 
-        Returns them, `NONE` for each token that lacks; all empty if nobody reads them.
+        All are empty if nothing on the host reads them.
         """
-        rooms = self._room.values()
+        rooms = self._rooms.values()
         drafts: list[list[int]] = [[] for _ in rooms]
-        if (lengths := self._lengths) is None:
-            tokens = iter(self._on_host.wait())
+        if (lengths := self._draft_lengths) is None:
+            tokens = iter(self._copy.wait())
             drafts = [[*islice(tokens, room)] for room in rooms]
             lengths = [len(draft) - draft.count(NONE) for draft in drafts]
-        self._side.chosen(dict(zip(self._room, lengths, strict=True)))
+        self._side.chosen(dict(zip(self._rooms, lengths, strict=True)))
         return drafts
-
-    def _is_known(self) -> bool:
-        """Tell whether the host can read how the last step ended."""
-        assert self._last is not None
-        return bool(self._last.copied.query())

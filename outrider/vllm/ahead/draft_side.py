@@ -15,20 +15,26 @@ Known = Callable[[], bool]
 
 
 class DraftSide(Protocol):
-    """Decides on drafts, and follows the steps. No call raises."""
+    """Decides on drafts, and follows the steps.
+
+    Only `agreed`, `share` and `next_drafts` may raise: if ranks cannot reach each other, vLLM ends.
+    """
 
     def awaited(self) -> None:
         """Take in what came while the last step ran."""
 
-    def agreed(self, choice: int) -> int:
-        """Return the first rank's choice, on every rank."""
+    def agreed(self, value: int) -> int:
+        """Return rank 0's value on every rank, all of which call this in the same order."""
         ...
 
     def share(self, tokens: Tensor) -> None:
-        """Have the devices of other ranks take over the first one's tokens."""
+        """Overwrite tokens with rank 0's on every rank's device: the same shape on all."""
 
     def begin_prompts(self, names: Iterable[str]) -> None:
-        """Have the device copy what it still needs of rows whose prompts end in the last step."""
+        """Begin to copy hidden states of rows whose prompts end in the last step.
+
+        `names` are all rows of the next one.
+        """
 
     def drafts_behind(self, rooms: Mapping[str, int]) -> PlacedDrafts | None:
         """Return the drafts that the device makes behind the running step, if they serve the next.
@@ -47,7 +53,8 @@ class DraftSide(Protocol):
     def await_branches(self, table: BranchTable, known: Known) -> bool:
         """Write what comes; return True once no missing draft is worth waiting for.
 
-        False if `known` says first that the host can read how the step ended.
+        False if `known` says first that the host can read how the step ended, or if all missing
+        drafts are made on demand: these come after it.
         """
         ...
 

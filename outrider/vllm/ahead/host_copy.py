@@ -12,7 +12,7 @@ class HostCopy:
     """Host memory that the device copies token ids to, one copy at a time."""
 
     def __init__(self, most: int, device: torch.device) -> None:
-        """Have room for so many token ids of a device."""
+        """Hold at most so many token ids of a device."""
         on_cuda = device.type == "cuda"
         self._on_host = torch.empty(most, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
         cuda: Any = torch.cuda
@@ -20,7 +20,7 @@ class HostCopy:
         self._length = 0
 
     def begin(self, tokens: Tensor) -> None:
-        """Have the device copy tokens once it has chosen them: int32 [most at most]."""
+        """Have the device copy tokens once it has chosen them: int32 [n], n at most `most`."""
         self._length = len(tokens)
         self._on_host[: self._length].copy_(tokens, non_blocking=self._copied is not None)
         if self._copied is not None:

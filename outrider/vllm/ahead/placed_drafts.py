@@ -1,4 +1,4 @@
-"""Drafts that were launched behind a step, in the rows of the next one."""
+"""Draft tokens that a step reads on the device, row by row."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class PlacedDrafts(NamedTuple):
-    """Drafts that the device has by the time at which a step begins, by its rows."""
+    """Device drafts of a step's rows. On other ranks: memory that those of rank 0 are sent to."""
 
-    tokens: Tensor  # int32 [draft tokens that all rows have room for], -1 for each that lacks
-    lengths: Sequence[int] | None = None  # draft tokens of each row, if the host knows
+    tokens: Tensor  # int32 [sum of the rows' rooms], -1 for each that a row lacks
+    lengths: Sequence[int] | None = None  # draft tokens of each row; None: only the device knows
 
     @classmethod
     def gather(

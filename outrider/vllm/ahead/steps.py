@@ -2,13 +2,16 @@
 
 With `--async-scheduling` vLLM prepares a step while the one before runs, with room for
 `num_speculative_tokens` draft tokens in each row. It corrects positions on the device, once that
-knows how many tokens were accepted. So drafts may come last, in one of two ways:
+knows how many tokens were accepted. So drafts may come last, in one of three ways:
 
 - The device chooses each row's draft by what the step before emitted, from a table of branches, or
   has made them behind that step. The step is launched before the host has read what was emitted,
   and the device need not wait for the host.
 - The host reads what the step before emitted, commits it, and chooses the drafts. Then it launches
   the step. So it may wait for drafts.
+- No row has room for drafts. The step is launched at once.
+
+With tensor parallelism rank 0 says which way a step takes, and sends the drafts.
 
 Between steps vLLM has placeholders for tokens that it has not read. Whatever it reads of a text to
 choose tokens (lengths, penalties, `min_tokens`, grammars) is set right before it samples.
@@ -46,21 +49,24 @@ class StepsAhead:
         """Replace methods of a runner that schedules ahead."""
         self._runner, self._side = runner, side
         self._last: LaunchedStep | None = None
-        self._room: dict[str, int] = {}  # for draft tokens, by row of the step
-        self._draftable = False  # the rows may have drafts
+        self._rooms: dict[str, int] = {}  # for draft tokens, by row of the step
+        self._unchecked = False  # drafts would have room, but a grammar is not asked about them
         self._choice = DeviceChoice(side, max_num_seqs, num_draft_tokens, runner.device)
         self._plan: Any = None  # vLLM's `SchedulerOutput` of the step
         self._lengths: dict[str, int] = {}  # of the texts, prompts among them
         self._verified: Any = None  # vLLM's metadata of the draft tokens in the step
-        self._places: Any = None  # of these among the step's tokens: int64 [draft tokens]
-        self._placed: tuple[list[str], list[list[int]]] = ([], [])
-        """Rows of the step, and their draft tokens with `NONE` for each that lacks."""
+        self._draft_indices: Any = None  # of these among the step's tokens: int64 [draft tokens]
+        self._drafts: tuple[list[str], list[list[int]]] = ([], [])
+        """Rows of the step, and their draft tokens, `NONE` for each that lacks.
+
+        All are empty if the device chose them and nothing on the host reads them.
+        """
         self._outcomes: Any = None  # of the rows of the step that is sampled
         self._emitted: Any = None  # of the same: how many tokens, and which
         self._began_at = 0.0
         pinned = runner.device.type == "cuda"  # then the device copies from it by itself
         most = max_num_seqs * num_draft_tokens
-        self._on_host = torch.empty(most, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self._staged = torch.empty(most, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         self._preprocess, self._forward = runner._preprocess, runner._model_forward
         self._keep_books = runner._bookkeeping_sync
@@ -72,37 +78,37 @@ class StepsAhead:
         runner.take_draft_token_ids = self._take_drafts
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self._verified, self._placed = None, ([], [])
+        self._verified, self._drafts = None, ([], [])
         self._plan = scheduler_output
         if not scheduler_output.total_num_scheduled_tokens:  # then it is not prepared
             self._side.next_drafts(self._read(), ())
         launched = self._execute(scheduler_output, *args, **kwargs)
-        self._mend(*self._placed)  # from here on the device works
+        self._mend(*self._drafts)  # from here on the device works
         self._side.begin(StepPlan.of(scheduler_output), self._began_at)
         self._side.launched()
         return launched
 
     def _describe_drafts(self, *args: Any, **kwargs: Any) -> Any:
         self._verified = verified = self._describe(*args, **kwargs)
-        self._places = draft_places(verified)
+        self._draft_indices = draft_places(verified)
         return verified
 
     def _prepare(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Place drafts in a step that is prepared but for them, and run what is left of that.
 
-        The model's inputs may be embeddings of them.
+        Some models' inputs are embeddings of the drafts, so these are decided first.
         """
         runner, verified = self._runner, self._verified
         names = runner.input_batch.req_ids
-        room = [0] * len(names) if verified is None else verified.num_draft_tokens
-        self._room = dict(zip(names, room, strict=True))
+        rooms = [0] * len(names) if verified is None else verified.num_draft_tokens
+        self._rooms = dict(zip(names, rooms, strict=True))
         self._side.awaited()
         # A grammar that is not asked about the drafts would let any follow the first.
-        unchecked = (
-            scheduler_output.has_structured_output_requests
+        self._unchecked = (
+            any(rooms)
+            and scheduler_output.has_structured_output_requests
             and not scheduler_output.pending_structured_output_tokens
         )
-        self._draftable = any(room) and not unchecked
         self._let_device_choose()
         if self._embeds_drafts:
             self._decide()
@@ -118,7 +124,8 @@ class StepsAhead:
     def _mark_tokens(self, num_rows: int) -> None:
         """Have the model embed each token of rows that are through their prompts.
 
-        vLLM has marked as tokens what came behind the ends that texts seemed to have.
+        vLLM marks generated tokens by the text lengths that it assumed. It could take some for
+        embeddings that a prompt brought.
         """
         runner, batch = self._runner, self._runner.input_batch
         firsts = runner.query_start_loc.np[: num_rows + 1]
@@ -129,45 +136,45 @@ class StepsAhead:
 
     def _let_device_choose(self) -> None:
         """Place what the device will choose, if it can."""
-        if self._last is None or self._draftable != any(self._room.values()):
+        if self._last is None or self._unchecked:
             self._choice.leave_to_host()
             return
-        # Penalties and grammars look at drafts.
-        texts = self._runner.input_batch.sampling_metadata.output_token_ids
-        host_reads = bool(texts) or self._plan.has_structured_output_requests
-        tokens = self._choice.launch(self._room, self._last, host_reads=host_reads)
+        # Penalties, bad words and grammars look at drafts.
+        output_token_ids = self._runner.input_batch.sampling_metadata.output_token_ids
+        host_reads = bool(output_token_ids) or self._plan.has_structured_output_requests
+        tokens = self._choice.launch(self._rooms, self._last, host_reads=host_reads)
         if tokens is not None:
             self._place(tokens, complete=False)
 
     def _decide(self) -> None:
         """Let the host choose if the device does not: read how the step before ended."""
-        if self._choice.stands():
+        if self._choice.settle():
             return
-        names = [name for name, n in self._room.items() if n and self._draftable]
-        given = dict(zip(names, self._side.next_drafts(self._read(), names), strict=True))
-        found = [(given.get(name, [])[:n], n) for name, n in self._room.items()]
-        drafts = [draft + [NONE] * (n - len(draft)) for draft, n in found]
-        self._placed = list(self._room), drafts
-        if any(self._room.values()):
+        names = [name for name, n in self._rooms.items() if n and not self._unchecked]
+        found = dict(zip(names, self._side.next_drafts(self._read(), names), strict=True))
+        cut = [(found.get(name, [])[:n], n) for name, n in self._rooms.items()]
+        drafts = [draft + [NONE] * (n - len(draft)) for draft, n in cut]
+        self._drafts = list(self._rooms), drafts
+        if any(self._rooms.values()):
             tokens = [*chain.from_iterable(drafts)]
             # The device may copy from host memory later, but before the result of this step, which
             # is read before the next such copy.
-            self._on_host.numpy()[: len(tokens)] = tokens
-            self._place(self._on_host[: len(tokens)], complete=NONE not in tokens)
+            self._staged.numpy()[: len(tokens)] = tokens
+            self._place(self._staged[: len(tokens)], complete=NONE not in tokens)
         self._began_at = time.perf_counter()
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Launch the model; then read how the step before ended, if the device chooses drafts."""
+        """Launch the model; then read how the step before ended, unless the host has chosen."""
         if not self._embeds_drafts:
             self._decide()
         output = self._forward(*args, **kwargs)
         choice = self._choice
         if choice.chooser is not Chooser.HOST:
-            choice.take_branches()
+            choice.add_branches()
             self._began_at = time.perf_counter()  # the device has begun
             if (last := self._read()) is not None:
                 self._side.commit(last)
-            self._placed = list(self._room), choice.take()
+            self._drafts = list(self._rooms), choice.take()
             choice.leave_to_host()
         return output
 
@@ -176,9 +183,9 @@ class StepsAhead:
 
         A row that lacks one (unless they are `complete`) goes on with what it chooses itself.
         """
-        given = self._verified.draft_token_ids.copy_(tokens, non_blocking=True)
-        inputs = given if complete else given.clamp(min=0)
-        self._runner.input_ids.gpu.scatter_(0, self._places, inputs)
+        on_device = self._verified.draft_token_ids.copy_(tokens, non_blocking=True)
+        inputs = on_device if complete else on_device.clamp(min=0)
+        self._runner.input_ids.gpu.scatter_(0, self._draft_indices, inputs)
 
     def _read(self) -> StepOutput | None:
         """Wait for what the step before emitted, and take it down.
@@ -256,7 +263,7 @@ class StepsAhead:
 
     def _take_drafts(self) -> Any:
         """Return the drafts in the step, for the grammars to check; vLLM may change them."""
-        names, padded = self._placed
+        names, padded = self._drafts
         drafts = [[token for token in draft if token != NONE] for draft in padded]
         return draft_token_ids(names, drafts) if names else None
 

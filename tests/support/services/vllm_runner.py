@@ -54,9 +54,9 @@ class AheadRunner:
         self.made: Callable[[Mapping[str, int]], PlacedDrafts | None] = lambda _: None
         """Returns what the device has made behind the last step."""
         self.prompts_of: list[str] = []  # rows whose prompts may have ended in the last step
-        self.choices: list[int] = []  # of who chooses the drafts
+        self.choices: list[int] = []  # what ranks agreed on: who chooses, and whether branches came
         self.shared: list[Tensor] = []  # tokens for other ranks
-        self.drafted: list[list[list[int]]] = []  # drafts for them, which the host chose
+        self.host_drafts: list[list[list[int]]] = []  # of each step for which the host chose
         StepsAhead(self, side or self, 8, K)
 
     def run(
@@ -214,7 +214,7 @@ class AheadRunner:
         return choice
 
     def share(self, tokens: Tensor) -> None:
-        self.shared.append(tokens)
+        self.shared.append(tokens.clone())
 
     def launched(self) -> None:
         self.calls.append("launched")
@@ -223,7 +223,7 @@ class AheadRunner:
         self.told.append(output)
         known = {} if output is None else dict(zip(output.names, output.lengths, strict=True))
         drafts = [self.draft(name, known[name]) if name in known else [] for name in names]
-        self.drafted.append(drafts)
+        self.host_drafts.append(drafts)
         return drafts
 
     def draft(self, name: str, length: int) -> list[int]:
@@ -260,13 +260,13 @@ class AheadRunner:
 
 
 class OtherRank(AheadRunner):
-    """Another tensor-parallel rank, which runs each step after the first: it drafts nothing."""
+    """Another tensor-parallel rank, which runs each step once rank 0 has. It drafts nothing."""
 
     def __init__(self, first: AheadRunner) -> None:
         super().__init__()
         self.late = first.late
         self._of_first, self._tokens = iter(first.choices), iter(first.shared)
-        self._drafts = iter(first.drafted)
+        self._drafts = iter(first.host_drafts)
 
     def agreed(self, choice: int) -> int:  # noqa: ARG002
         return next(self._of_first)

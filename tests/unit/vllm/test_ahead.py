@@ -13,6 +13,7 @@ import torch
 
 from outrider.errors import ConfigError
 from outrider.vllm import versions
+from outrider.vllm.ahead.device_choice import Chooser
 from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 from outrider.vllm.proposer import RemoteProposer
 from tests.support.services.vllm_runner import AheadRunner, OtherRank
@@ -102,6 +103,7 @@ def test_step_with_drafts_that_the_device_has_made_waits_for_no_result(
     ]
     assert runner.verified == [[truth("a", 4 + i) for i in range(3)] + [-1], [-1] * K]
     assert runner.lengths == {"a": 3, "b": 0}
+    assert runner.prompts_of == ["a", "b"]
     assert [row[0] for row in runner.emitted] == [3, 0], "accepted of each"
 
 
@@ -121,13 +123,6 @@ def test_penalties_and_grammars_see_the_drafts_that_the_device_has_made(
         assert runner.lengths == {"a": 3, "b": 0}
         assert runner.take_draft_token_ids() == (["a", "b"], [right[:3], []])
     assert runner.input_batch.spec_token_ids[:2] == [[*right[:3], 0], [0] * K]
-
-
-def test_device_makes_no_drafts_that_a_grammar_is_not_asked_about(runner: AheadRunner) -> None:
-    runner.run("a", new="a")
-    runner.made = lambda _: pytest.fail("it was asked")
-    runner.run("a", has=True)
-    assert runner.verified == [[-1] * K]
 
 
 def test_texts_are_the_truth_whatever_part_of_a_draft_is_right(runner: AheadRunner) -> None:
@@ -182,8 +177,10 @@ def test_step_without_room_for_drafts_waits_for_no_result(runner: AheadRunner) -
     runner.without = "a"
     for _ in range(3):
         runner.calls.clear()
+        runner.choices.clear()
         runner.run("a")
     assert runner.verified == [[]]
+    assert not runner.choices, "each rank sees it by itself"
     assert runner.calls == [
         *("awaited", "prepared", "runs", "read", "committed", "begin 1", "launched")
     ]
@@ -222,7 +219,12 @@ def test_ranks_verify_what_the_first_or_its_device_chooses(
         assert other.input_batch.spec_token_ids == first.input_batch.spec_token_ids
     assert [text(other, name) for name in "ab"] == [text(first, name) for name in "ab"]
     assert len([token for token in text(other, "a") if token >= 0]) > 8
-    assert len(first.shared) == (0 if way == "host" else 4)
+    expected = {
+        "host": [Chooser.HOST],
+        "branches": [Chooser.BRANCHES, True],
+        "loop": [Chooser.LOOP],
+    }
+    assert first.choices == expected.get(way, [Chooser.BRANCHES, False]) * 4
     with pytest.raises(StopIteration):
         other.agreed(0)
 
@@ -274,6 +276,8 @@ def test_grammar_that_is_not_asked_about_drafts_gets_none(
 ) -> None:
     monkeypatch.setattr("outrider.vllm.ahead.steps.draft_token_ids", lambda *given: given)
     runner.run("a", new="a")
+    if not asks:
+        runner.made = lambda _: pytest.fail("it was asked")
     runner.run("a", has=True, asks=asks)
     draft = [truth("a", 4 + i) for i in range(drafted)]
     assert runner.verified == [draft + [-1] * (K - drafted)]

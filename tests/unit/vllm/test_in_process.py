@@ -208,7 +208,7 @@ async def test_drafts_behind_a_step_are_placed_unless_another_row_needs_the_host
         return world.host.drafts_behind(rooms)
 
     assert drafts() is None, "nothing was launched"
-    world.host._worker._launched = behind
+    world.host._worker._behind = behind
     found = drafts()
     assert found is not None
     none = [-1] * K
@@ -230,9 +230,9 @@ async def test_drafts_behind_a_step_are_placed_unless_another_row_needs_the_host
     assert drafts() is None, "which may come until then"
     del rooms["c"]
     assert drafts() is not None
-    world.host._worker._launched = behind._replace(nodes=DeviceNodes(tokens, tokens))
+    world.host._worker._behind = behind._replace(nodes=DeviceNodes(tokens, tokens))
     assert drafts() is None, "vLLM verifies no trees"
-    world.host._worker._launched = behind._replace(places={})
+    world.host._worker._behind = behind._replace(places={})
     assert drafts() is None
 
 
