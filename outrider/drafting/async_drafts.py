@@ -24,7 +24,7 @@ from outrider.draft_port import DeviceDrafts, StepStates
 from outrider.drafting.drafters import AsyncDrafter, AsyncLoop, DraftInput, StatesBehind
 from outrider.drafting.proposer import SessionKey
 from outrider.drafting.sessions import FollowedSession
-from outrider.engine.graphs.staging import select_rows
+from outrider.engine.transfers import select_rows
 
 S = TypeVar("S", bound=FollowedSession)
 D = TypeVar("D")

@@ -32,14 +32,13 @@ from outrider.drafting.graphs.beams import Beam, best_nodes, grow_beam
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.likeliest import BiasedLogits, cut_to_likeliest, likeliest, top_candidates
 from outrider.engine.batch import RowSlice
-from outrider.engine.events import make_events
 from outrider.engine.graphs.buckets import CapturedBuckets
 from outrider.engine.graphs.capture import Capture, Precompile, Work
 from outrider.engine.sampling.sample import SamplingBatch, sample
+from outrider.engine.transfers import Fetch, begin_fetch
 
 Draft = TypeVar("Draft")
 Likeliest = Callable[[Tensor | BiasedLogits, SamplingBatch, int, int], tuple[Tensor, Tensor]]
-Fetch = Callable[[], NDArray[np.int32]]
 """Waits for a loop's output on the host: [rows, ...]."""
 
 
@@ -228,7 +227,7 @@ class CapturedLoops:
     def _launch(self, shape: LoopShape, count: int) -> Fetch:
         """Enqueue the loop over its inputs, and the copy of `count` rows of its output."""
         self._loops[shape]()
-        return _send(self._drafted[shape][:count])
+        return begin_fetch(self._drafted[shape][:count])
 
     def _feed_long(
         self, rows: Sequence[DraftInput], feed: Callable[[Sequence[DraftInput]], list[Draft]]
@@ -287,19 +286,3 @@ class CapturedLoops:
 def read_chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Chain]:
     """Return each row's first tokens of what `chain_loop` drafted: int32 [rows, tokens]."""
     return [(row[:n], b"") for row, n in zip(drafted.tolist(), wanted, strict=True)]
-
-
-def _send(drafted: Tensor) -> Fetch:
-    """Enqueue the copy of a loop's output to the host."""
-    pinned = drafted.device.type == "cuda"
-    on_host = torch.empty(drafted.shape, dtype=torch.int32, pin_memory=pinned)
-    on_host.copy_(drafted, non_blocking=True)
-    (copied,) = make_events(drafted.device, 1)
-    copied.record()
-
-    def fetch() -> NDArray[np.int32]:
-        copied.synchronize()
-        numbers: NDArray[np.int32] = on_host.numpy().copy()  # pinned memory is soon used again
-        return numbers
-
-    return fetch

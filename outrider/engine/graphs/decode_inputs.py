@@ -24,13 +24,14 @@ from torch import Tensor
 from outrider.draft_port import DeviceDrafts
 from outrider.engine.batch import PackedBatch
 from outrider.engine.graphs.decode_buckets import Bucket
-from outrider.engine.graphs.staging import PageLayout, Staging, select_rows
+from outrider.engine.graphs.staging import PageLayout, Staging
 from outrider.engine.graphs.tree_inputs import TreeViews
 from outrider.engine.sampling.noise import keys_of_seed
 from outrider.engine.sampling.sample import SamplingBatch
 from outrider.engine.sampling.verify import VerifyBatch
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import DrawnTokens, FilledIn, ScheduledRow, Step, fill_in_drafts
+from outrider.engine.transfers import select_rows
 from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 

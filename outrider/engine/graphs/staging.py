@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,11 +84,3 @@ class Staging:
         dtype, shape = self._columns[name]
         start = self._starts[name]
         return buffer[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
-
-
-def select_rows(rows: Tensor, places: Sequence[int]) -> Tensor:
-    """Return `rows[places]` without waiting for the device."""
-    if list(places) == list(range(len(places))):
-        return rows[: len(places)]
-    index = torch.tensor(places, pin_memory=rows.device.type == "cuda")
-    return rows.index_select(0, index.to(rows.device, non_blocking=True))

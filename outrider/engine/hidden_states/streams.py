@@ -21,6 +21,7 @@ from outrider.draft_port import StepStates
 from outrider.engine.hidden_states.paged_row import PagedRow
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.step import RowSlots
+from outrider.engine.transfers import index_on
 from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 
 log = logging.getLogger(__name__)
@@ -340,13 +341,8 @@ class HiddenStateStreams:
         for stream, start, num_rows, _ in parts:
             table = stream.seq.block_table
             slots += [table[p // size] * size + p % size for p in range(start, start + num_rows)]
-        on_host = torch.tensor(
-            slots,
-            dtype=torch.int64,
-            pin_memory=device.type == "cuda",  # else a step in flight could be waited for
-        )
         firsts = [*accumulate([part.num_rows for part in parts], initial=0)]
-        return RowSlots(on_host.to(device, non_blocking=True), firsts[:-1])
+        return RowSlots(index_on(device, slots), firsts[:-1])
 
 
 def _on_host(copy: _Copy) -> Iterator[tuple[_Stream, FeatureRows]]:

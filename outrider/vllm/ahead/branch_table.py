@@ -7,11 +7,14 @@ running one ends. The device copies the table between the two steps. Until then 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from outrider.engine.transfers import index_on
 
 _MOST: Final = 32  # entries of a row
 _LINE: Final = 16  # values of 4 bytes in a cache line
@@ -69,11 +72,8 @@ class BranchTable:
         `rooms`], the rows one after the other, -1 for each token that a row lacks.
         """
         num_rows = len(sources)
-        in_rows = [np.arange(row * self._k, row * self._k + n) for row, n in enumerate(rooms)]
-        index = torch.from_numpy(np.concatenate([np.asarray(sources), *in_rows]))
-        if ended.device.type == "cuda":  # in memory that is not used again before it is copied
-            index = index.pin_memory()
-        index = index.to(ended.device, non_blocking=True)
+        in_rows = chain(*[range(row * self._k, row * self._k + n) for row, n in enumerate(rooms)])
+        index = index_on(ended.device, [*sources, *in_rows])
         table = self._on_device[:num_rows]
         table.copy_(self._on_host[:num_rows], non_blocking=True)
         fits = table.view(torch.int64)[..., 0] == ended[index[:num_rows]][:, None]

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.engine.transfers import Fetch, begin_fetch
 from outrider.vllm.ahead.branch_table import BranchTable
 from outrider.vllm.ahead.draft_side import DraftSide, Known
-from outrider.vllm.ahead.host_copy import HostCopy
 from outrider.vllm.ahead.placed_drafts import PlacedDrafts
 
 NONE = -1
@@ -20,7 +20,7 @@ NONE = -1
 
 
 class Chooser(IntEnum):
-    """Who chooses the draft tokens of a step."""
+    """Names who chooses the draft tokens of a step."""
 
     HOST = 0  # once it has read what the step before emits
     LOOP = 1  # of a proposer in the worker, which the device runs behind the step before
@@ -50,10 +50,10 @@ class DeviceChoice:
         """Hold the draft tokens of at most so many rows."""
         self._side, self._device = side, device
         self._table = BranchTable(max_num_seqs, num_draft_tokens, device)
-        self._copy = HostCopy(max_num_seqs * num_draft_tokens, device)
         self._rooms: Mapping[str, int] = {}  # for draft tokens, by row of the step
         self._is_known: Known = lambda: True  # how the last step ended
-        self._draft_lengths: Sequence[int] | None = None  # of the rows; None: the host reads drafts
+        self._draft_lengths: Sequence[int] = ()  # of the rows, if nothing on the host reads drafts
+        self._fetch: Fetch | None = None  # returns all draft tokens, if the host reads them
         self.chooser = Chooser.HOST
 
     def leave_to_host(self) -> None:
@@ -71,7 +71,8 @@ class DeviceChoice:
         """
         self._rooms, self._is_known = rooms, last.copied.query
         if not any(rooms.values()):
-            self.chooser, self._draft_lengths = Chooser.NOBODY, [0] * len(rooms)
+            self.chooser = Chooser.NOBODY
+            self._draft_lengths, self._fetch = [0] * len(rooms), None
             self._side.begin_prompts(rooms)
             return None
         chooser, drafts = self._find(last)
@@ -84,9 +85,9 @@ class DeviceChoice:
             tokens = torch.empty(sum(rooms.values()), dtype=torch.int32, device=self._device)
             drafts = PlacedDrafts(tokens, [0] * len(rooms))
         self._side.share(drafts.tokens)
-        self._draft_lengths = None if host_reads else drafts.lengths
-        if self._draft_lengths is None:
-            self._copy.begin(drafts.tokens)
+        self._draft_lengths, self._fetch = drafts.lengths or (), None
+        if host_reads or drafts.lengths is None:
+            self._fetch = begin_fetch(drafts.tokens)
         return drafts.tokens
 
     def _find(self, last: LaunchedStep) -> tuple[Chooser, PlacedDrafts | None]:
@@ -127,10 +128,10 @@ class DeviceChoice:
 
         All are empty if nothing on the host reads them.
         """
-        rooms = self._rooms.values()
+        rooms, lengths = self._rooms.values(), self._draft_lengths
         drafts: list[list[int]] = [[] for _ in rooms]
-        if (lengths := self._draft_lengths) is None:
-            tokens = iter(self._copy.wait())
+        if self._fetch is not None:
+            tokens = iter(self._fetch().tolist())
             drafts = [[*islice(tokens, room)] for room in rooms]
             lengths = [len(draft) - draft.count(NONE) for draft in drafts]
         self._side.chosen(dict(zip(self._rooms, lengths, strict=True)))

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.transfers import index_on
+
 
 class PlacedDrafts(NamedTuple):
     """Device drafts of a step's rows. On other ranks: memory that those of rank 0 are sent to."""
@@ -33,8 +35,6 @@ class PlacedDrafts(NamedTuple):
         places = np.asarray(sources)[:, None] * width + steps
         places[steps >= np.asarray(lengths)[:, None]] = -1
         flat = places[steps < np.asarray(rooms)[:, None]]
-        on_cuda = drafts.device.type == "cuda"  # else the running step would be waited for
-        index = torch.tensor(flat.tolist(), dtype=torch.int64, pin_memory=on_cuda)
-        index = index.to(drafts.device, non_blocking=True)
+        index = index_on(drafts.device, flat.tolist())
         found = drafts.flatten().index_select(0, index.clamp(min=0))
         return cls(torch.where(index >= 0, found, -1), lengths)

@@ -152,8 +152,7 @@ class StepsAhead:
             return
         names = [name for name, n in self._rooms.items() if n and not self._unchecked]
         found = dict(zip(names, self._side.next_drafts(self._read(), names), strict=True))
-        cut = [(found.get(name, [])[:n], n) for name, n in self._rooms.items()]
-        drafts = [draft + [NONE] * (n - len(draft)) for draft, n in cut]
+        drafts = [(found.get(name, []) + [NONE] * n)[:n] for name, n in self._rooms.items()]
         self._drafts = list(self._rooms), drafts
         if any(self._rooms.values()):
             tokens = [*chain.from_iterable(drafts)]
@@ -175,7 +174,6 @@ class StepsAhead:
             if (last := self._read()) is not None:
                 self._side.commit(last)
             self._drafts = list(self._rooms), choice.take()
-            choice.leave_to_host()
         return output
 
     def _place(self, tokens: Tensor, *, complete: bool) -> None:

@@ -19,10 +19,10 @@ from outrider.drafting.hidden_states.trees import Guess
 from outrider.engine.attention.base import AttentionParams
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.graphs.capture import Work
-from outrider.engine.graphs.staging import select_rows
 from outrider.engine.kv_cache.pools import LayerPool
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.transfers import select_rows
 from outrider.params import SamplingParams
 from tests.support.models.hash_model import HashModel, context_hash
 
@@ -151,7 +151,7 @@ def launch_without_waiting(
         for count in (3, 2)
     ]
     states = StatesBehind(torch.empty(7, width, dtype=torch.bfloat16, device=device), (4, 0))
-    monkeypatch.setattr(loops, "_send", lambda _: None)  # the copy that nobody waits for yet
+    monkeypatch.setattr(loops, "begin_fetch", lambda _: None)  # the copy that nobody waits for yet
     return drafter.launch_after_verify(rows, select_rows(verify_output, [2, 0]), states)
 
 

@@ -229,7 +229,7 @@ class LateDevice:
         patch.setattr(Staging, "send", lambda *args: self._work.append(partial(send, *args)))
         patch.setattr(Staging, "await_copy", lambda _: self.run())
         patch.setattr(LoopInputs, "go_further", go_further_later)
-        patch.setattr(loops, "_send", self._fetch)
+        patch.setattr(loops, "begin_fetch", self._fetch)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.run()
