@@ -16,12 +16,13 @@ import contextlib
 import json
 import shlex
 import shutil
+import socket
 import sys
 import tempfile
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -53,6 +54,8 @@ _COLUMNS = {"tok/s": ("tokens_per_s", 0), "least": ("least", 0), "most": ("most"
 _COLUMNS |= {"ratio": ("ratio", 3), "ms per token": ("ms_per_token", 2)}
 _COLUMNS |= {"TTFT ms": ("ttft_ms", 1), "us per token": ("us_per_token", 1)}
 _MEMORY = f"--gpu-memory-utilization 0.1 --kv-cache-memory-bytes {5 << 30}"  # of each
+_NAMES = ("vllm", "outrider")
+_Server = tuple[Child, str]  # and its address
 _Loads = dict[tuple[int, str], list[dict[str, Any]]]  # by requests in flight and server
 
 
@@ -83,30 +86,45 @@ def _run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.start_timeout
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, stopping([]) as children:
         _write(Path(folder), {**_COMMON, **_SHAPES[args.shape], **args.set})
-        servers = [_start(name, args, Path(folder), children) for name in ("vllm", "outrider")]
+        ports = [bind(HOST, 0) for _ in _NAMES]  # reserved while the servers run
+        servers = [
+            _start(*each, args, Path(folder), children) for each in zip(_NAMES, ports, strict=True)
+        ]
+        for server in [*servers]:
+            with _dropping(server, servers, failed):
+                _wait_ready(*server, deadline)
         for n, turn in product(args.concurrency, range(args.rounds + 1)):
             for server in servers[:: -1 if turn % 2 else 1]:
-                child, url = server
-                try:
-                    _wait_ready(child, url, deadline)
-                    load = _load(args, child, url, n, args.waves if turn else 1)
-                except ProcessError as error:
-                    failed.append(f"{child.name} failed: {error}")
-                    servers.remove(server)
-                    child.stop()
-                else:
-                    found[n, child.name] += [load] if turn else []  # the first warms up
-            _report(args, found, failed)
+                with _dropping(server, servers, failed):
+                    load = _load(args, *server, n, args.waves if turn else 1)
+                    if turn:  # the first warms up
+                        found[n, server[0].name].append(load)
+            if turn or not servers:
+                _report(args, found, failed)
+            if not servers:
+                break
     return 2 if failed else 0
+
+
+@contextlib.contextmanager
+def _dropping(server: _Server, servers: list[_Server], failed: list[str]) -> Iterator[None]:
+    """Stop a server about which the block raises `ProcessError`, and go on with the others."""
+    try:
+        yield
+    except ProcessError as error:
+        child, _ = server
+        failed.append(f"{child.name} failed: {error}")
+        servers.remove(server)
+        child.stop()
 
 
 def _report(args: argparse.Namespace, found: _Loads, failed: Sequence[str]) -> None:
     """Print a table of what was measured so far, and write it."""
     cells: dict[tuple[int, str], dict[str, Any]] = {}
     for where, loads in found.items():
-        if loads := sorted(loads, key=itemgetter("tokens_per_s")):
-            least, most = (loads[i]["tokens_per_s"] for i in (0, -1))
-            cells[where] = {**loads[len(loads) // 2], "least": least, "most": most}
+        by_speed = sorted(loads, key=itemgetter("tokens_per_s"))
+        least, most = (by_speed[i]["tokens_per_s"] for i in (0, -1))
+        cells[where] = {**by_speed[len(loads) // 2], "least": least, "most": most}
     rows = []
     for n, server in sorted(cells):
         cell = cells[n, server]
@@ -130,10 +148,9 @@ def _write(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _start(
-    name: str, args: argparse.Namespace, folder: Path, children: list[Child]
-) -> tuple[Child, str]:
-    with bind(HOST, 0) as unused:
-        port = unused.getsockname()[1]
+    name: str, bound: socket.socket, args: argparse.Namespace, folder: Path, children: list[Child]
+) -> _Server:
+    port = bound.getsockname()[1]
     both = f"--max-model-len 4096 --max-num-seqs {max(args.concurrency)} --dtype bfloat16"
     both += f" --no-enable-prefix-caching --port {port} --served-model-name default"
     theirs = ["--load-format", "dummy", *_MEMORY.split(), *args.flags]
@@ -165,7 +182,8 @@ def _load(
 ) -> dict[str, Any]:
     """Return what one load measured; CPU time is of all but vLLM's engine."""
     words = f"--url {url}/v1 --in-flight {in_flight} --requests {max(8, waves * in_flight)} "
-    words += f"--prompt-words {args.prompt_words} --max-tokens {args.max_tokens} --seconds 60"
+    words += f"--prompt-words {args.prompt_words} --max-tokens {args.max_tokens} "
+    words += "--seconds 60 --timeout 60"
     pids = process_tree(child.pid)
     fronts = [p for p in pids if not Path(f"/proc/{p}/comm").read_text().startswith("VLLM::")]
     before = cpu_seconds(fronts)
