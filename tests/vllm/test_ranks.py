@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarn
     [
         ("LOOP", "eagle3", 0),
         ("LOOP", "draft_model", 0),
-        ("BRANCHES", "draft_model", 600),  # looks, for which the device works
+        ("BRANCHES", "draft_model", 3000),  # looks, for which the device works
         ("HOST", "draft_model", 0),
     ],
 )
@@ -56,5 +56,4 @@ def test_ranks_that_schedule_ahead_emit_the_same_texts(
     finally:
         executor.shutdown()  # else its ranks would look for work all the time
     assert first == other
-    # Of 128 steps: branches that other processes delay leave the choice to the host.
-    assert first[chooser] > 40
+    assert first[chooser] > sum(first.values()) / 2 > 40
